@@ -443,7 +443,7 @@ fn beside_waiting(rounds: usize) -> Result<()> {
     Ok(())
 }
 
-/// A create with a new `--root`: where no other is known, where 30,000 are that are gone, and the next one after that.
+/// A create with a new `--root`: where no other is known, where 30,000 are that are gone, and after `sublet gc`, which forgets them.
 fn by_roots(rounds: usize) -> Result<()> {
     let world = World::simulated("h200", "");
     let _memory = state_in_memory(&world)?;
@@ -452,7 +452,7 @@ fn by_roots(rounds: usize) -> Result<()> {
     let gone: Vec<String> = (0..30_000).map(|n| format!("/run/growth/gone/{n}")).collect();
     let (gone, known) = (gone.join("\n"), world.state_dir().join("roots"));
     std::fs::create_dir_all(world.state_dir())?;
-    let rows = [("none", Some("")), ("30,000, all gone", Some(&*gone)), ("what that create has left", None)];
+    let rows = [("none", Some("")), ("30,000, all gone", Some(&*gone)), ("after `sublet gc`", None)];
     let mut times = rows.map(|_| Vec::new());
     for round in 0..rounds + WARM_UP {
         for (number, (row, times)) in rows.iter().zip(&mut times).enumerate() {

@@ -111,13 +111,13 @@ fn plans(gpus: &[Gpu], targets: &[Target], ledger: &Ledger) -> Vec<anyhow::Resul
     targets.iter().map(|target| plan(gpu(target)?, target)).collect()
 }
 
-/// The plans that `apply` would make now, and the GPUs that it would pass over.
+/// The plans that `apply` would make now, and the GPUs of the layout that it would pass over.
 fn planned(file: &LayoutFile, config: &Config) -> anyhow::Result<(Vec<anyhow::Result<Plan>>, Vec<String>)> {
     let layout = read(file, config)?;
     let (gpus, inventory, ledger) = mig_list::seen(config)?;
     let plans = plans(&gpus, &mig::targets(&layout, &gpus, &inventory, config)?, &ledger);
     let silent = mig::silent(&layout, &gpus, &inventory, config);
-    Ok((plans, silent.into_iter().map(Device::label).collect()))
+    Ok((plans, silent.iter().map(Device::label).collect()))
 }
 
 fn show(file: &LayoutFile, format: Format, config: &Config) -> anyhow::Result<ExitCode> {

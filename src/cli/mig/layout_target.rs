@@ -77,17 +77,28 @@ pub fn targets(
     Ok(found.into_iter().map(|(target, _)| target).collect())
 }
 
-/// The GPUs that `layout` means, by `all` or a model, and of which there is no target, because they are none of the `gpus` that
-/// tell something.
-pub(crate) fn silent<'i>(
-    layout: &Layout,
-    gpus: &[Gpu],
-    inventory: &'i Inventory,
-    config: &Config,
-) -> Vec<&'i Device> {
-    let named = layout.entries.iter().flat_map(|entry| &entry.devices);
-    let devices = named.flat_map(|name| meant(name, inventory, config).unwrap_or_default());
-    devices.filter(|device| !gpus.iter().any(|gpu| gpu.uuid == device.uuid)).collect()
+/// The GPUs that `layout` means, also those that are left out, and of which there is no target, because they are none of the `gpus`
+/// that tell something. What another GPU of the model is, by its PCI id, such a one is taken for.
+pub(crate) fn silent(layout: &Layout, gpus: &[Gpu], inventory: &Inventory, config: &Config) -> Vec<Device> {
+    let all = inventory.with_left_out();
+    let mut found: Vec<Device> = Vec::new();
+    for entry in &layout.entries {
+        let named = entry.devices.iter().flat_map(|name| meant(name, &all, config).unwrap_or_default());
+        for device in named {
+            let is_known = gpus.iter().any(|gpu| gpu.uuid == device.uuid)
+                || found.iter().any(|other| other.uuid == device.uuid);
+            let alike = gpus.iter().find(|gpu| gpu.name == device.name);
+            if !is_known && alike.is_none_or(|gpu| lets_through(entry, gpu)) {
+                found.push(device.clone());
+            }
+        }
+    }
+    found
+}
+
+/// Whether the `device-filter` of `entry`, if it has one, means `gpu`.
+fn lets_through(entry: &Entry, gpu: &Gpu) -> bool {
+    entry.pci_devices.as_ref().is_none_or(|ids| ids.contains(&gpu.pci_device))
 }
 
 fn selected<'g>(
@@ -135,7 +146,7 @@ fn selected<'g>(
         let (path, named) = (safe_path(&layout.path), missing.join(", "));
         tracing::warn!("layout {path}:{}: this host serves no GPU {named}; the others are done", entry.line);
     }
-    selected.retain(|gpu| entry.pci_devices.as_ref().is_none_or(|ids| ids.contains(&gpu.pci_device)));
+    selected.retain(|gpu| lets_through(entry, gpu));
     Ok(selected)
 }
 

@@ -54,6 +54,29 @@ fn a_gpu_that_is_left_out_is_no_fault_of_the_layouts() {
 }
 
 #[test]
+fn a_left_out_gpu_is_silent_where_the_layout_means_it() {
+    let (mut gpus, mut inventory) = two();
+    gpus.truncate(1);
+    let gpu = inventory.devices.pop().unwrap();
+    inventory.left_out.push(LeftOut { gpu, mig: Vec::new(), lost: true, why: String::new() });
+    let unknown = |name: &str, text: &str| {
+        let layout = Layout::parse(Path::new(name), text, None).unwrap();
+        let silent = silent(&layout, &gpus, &inventory, &Config::default());
+        silent.iter().map(Device::label).collect::<Vec<_>>()
+    };
+    let toml = |matches: &str| unknown("/l.toml", &format!("[[gpu]]\nmatch = \"{matches}\"\nmig = true\n"));
+    assert_eq!([toml("all"), toml("1"), toml("0,1"), toml("model:*H200*")], [["GPU 1"]; 4]);
+    assert_eq!(toml("0"), [""; 0]);
+    let yaml = |filter: &str| {
+        let text = "version: v1\nmig-configs:\n  x:\n  - devices: all\n    device-filter: FILTER\n    mig-enabled: true\n  - \
+                    devices: [1, 7]\n    device-filter: FILTER\n    mig-enabled: true\n";
+        unknown("/l.yaml", &text.replace("FILTER", filter))
+    };
+    assert_eq!(yaml("0x233510DE"), ["GPU 1"], "once");
+    assert_eq!(yaml("0x20B010DE"), [""; 0], "GPUs of this model are others");
+}
+
+#[test]
 fn a_gpu_that_tells_nothing_is_passed_over_by_name() {
     let (mut gpus, inventory) = two();
     gpus.truncate(1);
@@ -62,7 +85,7 @@ fn a_gpu_that_tells_nothing_is_passed_over_by_name() {
         let layout = Layout::parse(Path::new("/l.toml"), &text, None).unwrap();
         assert_eq!(targets(&layout, &gpus, &inventory, &Config::default()).unwrap().len(), 1, "{matches}");
         let silent = silent(&layout, &gpus, &inventory, &Config::default());
-        silent.into_iter().map(Device::label).collect::<Vec<_>>()
+        silent.iter().map(Device::label).collect::<Vec<_>>()
     };
     assert_eq!([passed_over("all"), passed_over("model:*H200*")], [["GPU 1"]; 2]);
     assert_eq!(passed_over("0"), [""; 0], "it is not meant");

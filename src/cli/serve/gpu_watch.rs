@@ -9,10 +9,10 @@ use std::sync::{Mutex, PoisonError};
 
 use crate::known_faults::KnownFaults;
 use crate::probe;
-use crate::sick_gpus;
+use crate::sick_gpus::{self, Records};
 use sublet_core::admit;
 use sublet_core::config::Config;
-use sublet_core::inventory::{self, Inventory, LeftOut, can_do_mig};
+use sublet_core::inventory::{self, Inventory, LeftOut, MigGpus, can_do_mig};
 use sublet_core::ledger::{Ledger, Store};
 use sublet_core::process::uptime_seconds;
 use sublet_core::text::safe;
@@ -29,19 +29,18 @@ pub(super) fn watch_gpus(config: &Config) {
     let (Ok(known), Ok(ledger), Ok(sick)) = (inventory::last(config), ledger, sick_gpus::read(config)) else {
         return;
     };
+    let silent = silent_gpus(&known.left_out, &sick);
     // An open NVML would prevent the reset that a change of the layout may need.
-    // A GPU that only reported a fault answers, and its reset is looked for elsewhere.
-    let is_silent = |gone: &LeftOut| sick.fault(&gone.gpu.uuid).is_none();
-    let wanted =
-        (!ledger.leases.is_empty() || known.left_out.iter().any(is_silent)) && ledger.mig.under_way.is_none();
+    let wanted = (!ledger.leases.is_empty() || !silent.is_empty()) && ledger.mig.under_way.is_none();
     if !is_due(&LOOKED, PERIOD, || wanted) {
         return;
     }
     let look = || -> anyhow::Result<()> {
         let mut returned = RETURNED.lock().unwrap_or_else(PoisonError::into_inner);
-        let now = probe::left_out(config)?;
-        if is_news(&addresses(&known.left_out), &addresses(&now), uptime_seconds(), &mut returned) {
-            admit::refresh(config)?;
+        let (now, at) = (probe::left_out(config)?, uptime_seconds());
+        let (known, now) = (addresses(&silent), addresses(&silent_gpus(&now, &sick)));
+        if !refresh_on_news(&known, &now, at, &mut returned, || Ok(admit::refresh(config).map(drop)?))? {
+            KEPT_OUT.warn(kept_out(&silent, &returned), "no GPU that came and went is kept out any more");
         }
         Ok(())
     };
@@ -55,18 +54,44 @@ const RETURNS: u64 = 600;
 /// Which GPUs were seen to answer again, by their addresses, and when, in seconds since boot.
 static RETURNED: Mutex<Vec<(String, u64)>> = Mutex::new(Vec::new());
 
-/// Whether, at `at`, there is reason for a refresh where `known` are left out and `now` would be. A GPU that is lost always is one;
-/// one that answers again is none if it has `returned` too often.
-fn is_news(known: &[&str], now: &[&str], at: u64, returned: &mut Vec<(String, u64)>) -> bool {
+/// GPUs that are not served again because of that: a warning says so once.
+static KEPT_OUT: KnownFaults = KnownFaults::none();
+
+/// Refreshes where, at `at`, there is reason for it: `known` are left out, and `now` would be. Returns whether there was. A GPU that
+/// is lost always is one; one that answers again is none if it has `returned` too often.
+fn refresh_on_news(
+    known: &[&str],
+    now: &[&str],
+    at: u64,
+    returned: &mut Vec<(String, u64)>,
+    refresh: impl FnOnce() -> anyhow::Result<()>,
+) -> anyhow::Result<bool> {
     returned.retain(|(_, before)| at < before + RETURNS);
     let back = known.iter().filter(|gpu| !now.contains(gpu));
-    let returns = |gpu: &&str| returned.iter().filter(|(known, _)| known == gpu).count();
     let is_lost = now.iter().any(|gpu| !known.contains(gpu));
-    let is_news = is_lost || back.clone().any(|gpu| returns(gpu) < MOST_RETURNS);
+    let is_news = is_lost || back.clone().any(|gpu| may_return(gpu, returned));
     if is_news {
+        refresh()?;
         returned.extend(back.map(|gpu| ((*gpu).to_owned(), at)));
     }
-    is_news
+    Ok(is_news)
+}
+
+/// Whether the GPU at this address has not `returned` too often.
+fn may_return(gpu: &str, returned: &[(String, u64)]) -> bool {
+    returned.iter().filter(|(known, _)| known == gpu).count() < MOST_RETURNS
+}
+
+/// The address and a line for each of the `silent` GPUs that is not served again.
+fn kept_out(silent: &[&LeftOut], returned: &[(String, u64)]) -> Vec<(String, String)> {
+    let kept = silent.iter().filter(|gone| !may_return(&gone.gpu.bus_id, returned));
+    let line = |gpu: String| {
+        let minutes = RETURNS / 60;
+        format!(
+            "{gpu} came and went {MOST_RETURNS} times in {minutes} minutes, and is left out for as long: see `dmesg | grep -i xid`"
+        )
+    };
+    kept.map(|gone| (gone.gpu.bus_id.clone(), line(gone.gpu.label()))).collect()
 }
 
 /// Whether `period` seconds have passed since `last` and a check is wanted; it is noted then.
@@ -79,7 +104,12 @@ fn is_due(last: &AtomicU64, period: u64, is_wanted: impl FnOnce() -> bool) -> bo
     due
 }
 
-fn addresses(left_out: &[LeftOut]) -> Vec<&str> {
+/// Those that do not answer. A GPU that only reported a fault does, and its reset is looked for elsewhere.
+fn silent_gpus<'l>(left_out: &'l [LeftOut], sick: &Records) -> Vec<&'l LeftOut> {
+    left_out.iter().filter(|gone| sick.fault(&gone.gpu.uuid).is_none()).collect()
+}
+
+fn addresses<'l>(left_out: &[&'l LeftOut]) -> Vec<&'l str> {
     left_out.iter().map(|gone| gone.gpu.bus_id.as_str()).collect()
 }
 
@@ -125,9 +155,7 @@ fn compare(known: &Inventory, config: &Config) -> anyhow::Result<bool> {
         return Ok(false);
     }
     let since = uptime_seconds();
-    let (mut seen, sick) = (probe::mig_gpus(config)?, sick_gpus::read(config)?);
-    // One that reported a fault is not in the inventory.
-    seen.retain(|uuid, _| sick.fault(uuid).is_none());
+    let seen = without_left_out(probe::mig_gpus(config)?, known, &sick_gpus::read(config)?);
     let stale = inventory::load(config).is_err_and(|error| error.wants_refresh());
     if stale || seen != known.mig_gpus() {
         inventory::unwatch(config);
@@ -138,6 +166,14 @@ fn compare(known: &Inventory, config: &Config) -> anyhow::Result<bool> {
         return Ok(true);
     }
     Ok(inventory::watch(config, since).map(|()| true)?)
+}
+
+/// Those of the GPUs `seen` that are to be in the inventory: neither one that reported a fault, nor one that is left out. Whether
+/// that is served again, [`watch_gpus`] says.
+fn without_left_out(mut seen: MigGpus, known: &Inventory, sick: &Records) -> MigGpus {
+    let is_left_out = |uuid: &str| known.left_out.iter().any(|gone| gone.gpu.uuid == uuid);
+    seen.retain(|uuid, _| sick.fault(uuid).is_none() && !is_left_out(uuid));
+    seen
 }
 
 /// One line for each lease that lost its MIG device between `before` and `now`.
@@ -169,7 +205,9 @@ mod tests {
     #[test]
     fn a_gpu_that_comes_and_goes_is_left_out_each_time_and_served_again_not_too_often() {
         let mut returned = Vec::new();
-        let mut is_news = |known: &[&str], now: &[&str], at| is_news(known, now, at, &mut returned);
+        let mut is_news = |known: &[&str], now: &[&str], at| {
+            refresh_on_news(known, now, at, &mut returned, || Ok(())).unwrap()
+        };
         for at in 0..10 {
             assert!(is_news(&[], &["a"], at) && is_news(&["a"], &[], at), "{at}");
         }
@@ -177,6 +215,36 @@ mod tests {
         assert!(!is_news(&["a"], &["a"], 20) && !is_news(&["a"], &[], 599));
         assert!(is_news(&["a", "b"], &["a"], 599), "another one answers again");
         assert!(is_news(&["a"], &[], 600) && !is_news(&[], &[], 601));
+    }
+
+    #[test]
+    fn a_return_counts_when_the_gpu_is_served_and_who_is_kept_out_is_named() {
+        let mut returned = Vec::new();
+        for at in 0..20 {
+            let failed = refresh_on_news(&["a"], &[], at, &mut returned, || Err(anyhow::anyhow!("hangs")));
+            assert!(failed.is_err() && returned.is_empty());
+        }
+        let gpu = Device { bus_id: "a".into(), ..device(0) };
+        let gone = LeftOut { gpu, mig: Vec::new(), lost: true, why: String::new() };
+        let mut returned = vec![("a".to_owned(), 0); MOST_RETURNS - 1];
+        assert_eq!(kept_out(&[&gone], &returned), []);
+        assert!(refresh_on_news(&["a"], &[], 1, &mut returned, || Ok(())).unwrap());
+        let kept = kept_out(&[&gone], &returned).remove(0);
+        assert!(
+            kept.0 == "a" && kept.1.starts_with("GPU 0 came and went 10 times in 10 minutes"),
+            "{kept:?}"
+        );
+    }
+
+    #[test]
+    fn a_gpu_in_mig_mode_that_is_left_out_and_answers_is_no_change() {
+        let on = |number| Device { mig_enabled: true, ..device(number) };
+        let mut known = host(vec![on(0), on(1)]);
+        let seen = known.mig_gpus();
+        assert_eq!(without_left_out(seen.clone(), &known, &Records::default()), seen);
+        let gpu = known.devices.pop().unwrap();
+        known.left_out.push(LeftOut { gpu, mig: Vec::new(), lost: true, why: String::new() });
+        assert_eq!(without_left_out(seen, &known, &Records::default()), known.mig_gpus());
     }
 
     #[test]

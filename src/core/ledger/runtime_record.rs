@@ -9,7 +9,9 @@ use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt as _;
 use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _};
 use std::path::{Component, Path, PathBuf};
-use std::{fs, io};
+use std::sync::{Mutex, PoisonError, mpsc};
+use std::time::Duration;
+use std::{fs, io, thread};
 
 use nix::libc::{ENAMETOOLONG, O_NOFOLLOW, O_NONBLOCK};
 use serde::Deserialize;
@@ -249,7 +251,8 @@ const ROOTS: [&str; 4] = [
 pub(super) const FURTHER_ROOTS: &str = "roots";
 
 /// Records where the runtimes of `ledger`'s leases keep their records, if that is not a usual place and not where leases of
-/// `before`, which was written, had theirs. When one is written down, those that [`forget_roots`] would forget go.
+/// `before`, which was written, had theirs. None of the known ones is looked at: a start waits for this, and others
+/// for its lock.
 ///
 /// # Errors
 /// The file cannot be read, so that the roots in it would be lost, or cannot be written.
@@ -268,15 +271,49 @@ pub(super) fn remember_roots(state_dir: &Path, ledger: &Ledger, before: Option<&
     }
     let known = further_roots(state_dir)?;
     new.retain(|root| !known.iter().any(|old| old == root));
-    if new.is_empty() { Ok(()) } else { write_roots(state_dir, ledger, &known, &new, &is_gone) }
+    let all = known.iter().map(PathBuf::as_path).chain(new.iter().copied());
+    if new.is_empty() { Ok(()) } else { write_roots(state_dir, all) }
 }
 
-/// The roots that are gone, and that no lease of `ledger` has. Looked for without the ledger's lock: a look at one on a dead network
-/// mount may not return.
+/// How long the roots are looked at: 30,000 of a local file system take some 70 ms.
+const LOOK_LIMIT: Duration = Duration::from_secs(1);
+
+/// The state directories whose roots are being looked at, each by one thread.
+static LOOKING: Mutex<BTreeSet<PathBuf>> = Mutex::new(BTreeSet::new());
+
+/// The roots that are gone, and that no lease of `ledger` has. None, where it takes longer than [`LOOK_LIMIT`] to find that out: a look
+/// at one on a dead network mount may not return. The next change looks again.
 pub(super) fn gone_roots(state_dir: &Path, ledger: &Ledger) -> BTreeSet<PathBuf> {
     let leased = leased_roots(ledger);
-    let known = further_roots(state_dir).unwrap_or_default().into_iter();
-    known.filter(|root| !leased.contains(root.as_os_str().as_bytes()) && is_gone(root)).collect()
+    let mut unleased = further_roots(state_dir).unwrap_or_default();
+    unleased.retain(|root| !leased.contains(root.as_os_str().as_bytes()));
+    let is_gone = |root: &Path| root.symlink_metadata().is_err_and(|error| is_absent(&error));
+    gone_within(LOOK_LIMIT, state_dir, unleased, is_gone)
+}
+
+/// Those of `roots` that are gone by `is_gone`; none, where it has not looked at all of them within `limit`. The thread that it keeps
+/// ends with the process, and there is no second one beside it. A hook may start none (seccomp), and finds nothing gone.
+fn gone_within(
+    limit: Duration,
+    state_dir: &Path,
+    roots: Vec<PathBuf>,
+    is_gone: impl Fn(&Path) -> bool + Send + 'static,
+) -> BTreeSet<PathBuf> {
+    let looking = || LOOKING.lock().unwrap_or_else(PoisonError::into_inner);
+    if roots.is_empty() || !looking().insert(state_dir.to_owned()) {
+        return BTreeSet::new();
+    }
+    let (place, (sender, gone)) = (state_dir.to_owned(), mpsc::channel());
+    let look = move || {
+        let found: BTreeSet<PathBuf> = roots.into_iter().filter(|root| is_gone(root)).collect();
+        // First, because whoever has the answer may look again.
+        looking().remove(&place);
+        // Nobody listens any more once the limit is over.
+        let _ = sender.send(found);
+    };
+    let started = thread::Builder::new().name("roots".to_owned()).spawn(look);
+    let _ = started.inspect_err(|_| _ = looking().remove(state_dir));
+    gone.recv_timeout(limit).unwrap_or_default()
 }
 
 /// Forgets those of the `gone` that no lease of `ledger` has.
@@ -287,11 +324,10 @@ pub(super) fn forget_roots(state_dir: &Path, ledger: &Ledger, gone: &BTreeSet<Pa
     if gone.is_empty() {
         return Ok(());
     }
-    write_roots(state_dir, ledger, &further_roots(state_dir)?, &[], &|root| gone.contains(root))
-}
-
-fn is_gone(root: &Path) -> bool {
-    root.symlink_metadata().is_err_and(|error| is_absent(&error))
+    let (known, leased) = (further_roots(state_dir)?, leased_roots(ledger));
+    let is_kept = |root: &&Path| leased.contains(root.as_os_str().as_bytes()) || !gone.contains(*root);
+    let kept: Vec<&Path> = known.iter().map(PathBuf::as_path).filter(is_kept).collect();
+    if kept.len() == known.len() { Ok(()) } else { write_roots(state_dir, kept) }
 }
 
 /// Their texts.
@@ -299,21 +335,8 @@ fn leased_roots(ledger: &Ledger) -> BTreeSet<&[u8]> {
     ledger.leases.iter().map(|lease| root_of(&lease.container.record)).collect()
 }
 
-/// Writes down `new` beside those of `known` that are not gone or that a lease of `ledger` has.
-fn write_roots(
-    state_dir: &Path,
-    ledger: &Ledger,
-    known: &[PathBuf],
-    new: &[&Path],
-    is_gone: &dyn Fn(&Path) -> bool,
-) -> io::Result<()> {
-    let leased = leased_roots(ledger);
-    let is_kept = |root: &&Path| leased.contains(root.as_os_str().as_bytes()) || !is_gone(root);
-    let roots: Vec<&Path> = known.iter().map(PathBuf::as_path).filter(is_kept).collect();
-    if new.is_empty() && roots.len() == known.len() {
-        return Ok(());
-    }
-    let lines: Vec<&str> = roots.iter().chain(new).filter_map(|root| root.to_str()).collect();
+fn write_roots<'r>(state_dir: &Path, roots: impl IntoIterator<Item = &'r Path>) -> io::Result<()> {
+    let lines: Vec<&str> = roots.into_iter().filter_map(Path::to_str).collect();
     crate::fs::replace(&state_dir.join(FURTHER_ROOTS), lines.join("\n").as_bytes(), 0o644)
 }
 
@@ -547,33 +570,46 @@ mod runtime_roots_tests {
     }
 
     #[test]
-    fn roots_that_are_gone_are_forgotten_with_the_next_one_and_by_gc() {
+    fn roots_that_are_gone_are_forgotten_by_gc_and_not_by_a_start() {
         let dir = tempfile::tempdir().unwrap();
         let there = dir.path().to_str().unwrap();
-        let gone: Vec<String> = (0..30_000).map(|n| format!("/nonexistent/{n}")).collect();
+        let gone: Vec<String> = (0..3_000).map(|n| format!("/nonexistent/{n}")).collect();
         let lines = format!("{}\n{there}\n/nonexistent/leased", gone.join("\n"));
         let file = dir.path().join("roots");
         let mut ledger = Ledger { leases: vec![lease(1, "GPU-a"), lease(2, "GPU-a")], ..Ledger::empty("b") };
         ledger.leases[1].container.record = "/nonexistent/leased/container-2".into();
         fs::write(&file, &lines).unwrap();
-        remember_roots(dir.path(), &ledger, None).unwrap();
-        let with_new = format!("{there}\n/nonexistent/leased\n/nonexistent/runc");
-        assert_eq!(fs::read_to_string(&file).unwrap(), with_new);
-        // A start with roots that are known looks for none of them.
-        fs::write(&file, format!("{lines}\n/nonexistent/runc")).unwrap();
-        remember_roots(dir.path(), &ledger, None).unwrap();
-        assert!(fs::read_to_string(&file).unwrap().contains("/nonexistent/29999"));
+        // Whether its own is known or not.
+        for _ in 0..2 {
+            remember_roots(dir.path(), &ledger, None).unwrap();
+            assert_eq!(fs::read_to_string(&file).unwrap(), format!("{lines}\n/nonexistent/runc"));
+        }
         forget_roots(dir.path(), &ledger, &BTreeSet::new()).unwrap();
-        assert!(
-            fs::read_to_string(&file).unwrap().contains("/nonexistent/29999"),
-            "it looks for none itself"
-        );
+        assert!(fs::read_to_string(&file).unwrap().contains("/nonexistent/2999"), "it looks for none itself");
         let gone = gone_roots(dir.path(), &ledger);
         forget_roots(dir.path(), &ledger, &gone).unwrap();
-        assert_eq!(fs::read_to_string(&file).unwrap(), with_new);
+        let kept = format!("{there}\n/nonexistent/leased\n/nonexistent/runc");
+        assert_eq!(fs::read_to_string(&file).unwrap(), kept);
         let written = fs::metadata(&file).unwrap().ino();
         forget_roots(dir.path(), &ledger, &gone).unwrap();
         assert_eq!(fs::metadata(&file).unwrap().ino(), written, "not written anew");
+    }
+
+    #[test]
+    fn a_look_that_hangs_is_waited_for_briefly_and_there_is_no_second_one() {
+        let dir = tempfile::tempdir().unwrap();
+        let (end, hang) = mpsc::channel::<()>();
+        let root = || vec![PathBuf::from("/nonexistent/mount")];
+        let limit = Duration::from_millis(20);
+        assert!(gone_within(limit, dir.path(), root(), move |_| hang.recv().is_err()).is_empty());
+        let looked = || gone_within(Duration::from_secs(60), dir.path(), root(), |_| true);
+        assert!(looked().is_empty(), "the first one hangs");
+        drop(end);
+        let has_looked = |_| {
+            thread::sleep(Duration::from_millis(1));
+            !looked().is_empty()
+        };
+        assert!((0..60_000).any(has_looked), "the next one looks again");
     }
 
     #[test]

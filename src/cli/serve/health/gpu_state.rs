@@ -47,8 +47,9 @@ pub(super) struct GpuState {
     remap_failed: bool,
     is_hot: bool,
     lacks_power: bool,
-    /// Errors on `NVLinks` since the driver was loaded.
-    link_errors: u64,
+    /// Errors on `NVLinks` since the driver was loaded: how many answers there were, and their sum. Of other links the sum is
+    /// another, so it is compared only where as many answered.
+    link_errors: (usize, u64),
     /// Whether it is still to join its `NVLink` fabric, or could not.
     joins: bool,
     is_apart: bool,
@@ -76,7 +77,9 @@ impl GpuState {
             recovery,
             remap_failed: failed.is_some_and(|failed| failed > 0),
             remap_pending: pending.map(|pending| pending > 0),
-            link_errors: numbers.flatten().fold(0, u64::saturating_add),
+            link_errors: numbers
+                .flatten()
+                .fold((0_usize, 0_u64), |(answers, sum), errors| (answers + 1, sum.saturating_add(errors))),
             ..Self::default()
         }
     }
@@ -98,12 +101,14 @@ impl GpuState {
     /// Whether the driver says that it needs no reset. A GPU that does not answer at all has not been reset.
     pub fn needs_no_reset(&self) -> bool {
         let answers = self.recovery.is_some() || self.remap_pending.is_some();
-        answers && self.recovery.is_none_or(|action| action == 0) && self.remap_pending != Some(true)
+        answers && self.recovery.is_none_or(|action| !is_fault(action)) && self.remap_pending != Some(true)
     }
 
     /// What is amiss with a GPU that is served, in a word and in a line. `before` is its last state.
     pub fn warnings(&self, before: Option<Self>) -> Vec<(&'static str, &'static str)> {
-        let has_errors = before.is_some_and(|before| self.link_errors > before.link_errors);
+        let (answers, errors) = self.link_errors;
+        let has_errors =
+            before.is_some_and(|before| before.link_errors.0 == answers && before.link_errors.1 < errors);
         let all = [
             (self.is_hot, ("hot", "it is slowed down, because it is too hot; see its cooling")),
             (self.lacks_power, ("power", "it is slowed down by the host's power supply")),
@@ -162,6 +167,10 @@ mod tests {
         assert!(!GpuState::default().needs_no_reset(), "it does not answer");
         let old_driver = GpuState { remap_pending: Some(false), ..GpuState::default() };
         assert!(old_driver.needs_no_reset() && GpuState { recovery: Some(0), ..asked }.needs_no_reset());
+        assert!(
+            GpuState { recovery: Some(3), ..asked }.needs_no_reset(),
+            "only traffic between GPUs is to end"
+        );
         let hot = GpuState { is_hot: true, recovery: Some(3), ..GpuState::default() };
         assert_eq!((hot.fault(), hot.warnings(None).len()), (None, 1));
         let short = GpuState { lacks_power: true, ..GpuState::default() };
@@ -196,19 +205,24 @@ mod tests {
             link_errors,
             ..GpuState::default()
         };
-        assert_eq!(with(&[None; 57]), expected(0));
-        assert_eq!(with(&[Some(5), Some(6), Some(7), None]), expected(18), "as Ampere tells it");
+        assert_eq!(with(&[None; 57]), expected((0, 0)));
+        assert_eq!(with(&[Some(5), Some(6), Some(7), None]), expected((3, 18)), "as Ampere tells it");
         let hopper = [&[None; 3][..], &[Some(0); 51], &[Some(1), None, Some(2)]].concat();
-        assert_eq!(with(&hopper), expected(3));
-        assert_eq!(with(&[Some(u64::MAX), Some(1)]), expected(u64::MAX));
+        assert_eq!(with(&hopper), expected((53, 3)));
+        assert_eq!(with(&[Some(u64::MAX), Some(1)]), expected((2, u64::MAX)));
         assert_eq!(GpuState::by_answers([].into_iter()), GpuState::default(), "the driver does not answer");
     }
 
     #[test]
-    fn link_errors_count_as_long_as_they_grow() {
-        let with = |link_errors| GpuState { link_errors, ..GpuState::default() };
+    fn link_errors_count_as_long_as_the_same_answers_grow() {
+        let with = |errors| GpuState { link_errors: (54, errors), ..GpuState::default() };
         assert_eq!(with(5).warnings(None).len(), 0, "they may be old");
         assert_eq!(with(5).warnings(Some(with(5))).len(), 0);
         assert_eq!(with(6).warnings(Some(with(5))).len(), 1);
+        let failed = GpuState::by_answers([].into_iter());
+        assert_eq!(with(6).warnings(Some(failed)).len(), 0, "an answer that failed is no zero");
+        let fewer = GpuState { link_errors: (53, 5), ..failed };
+        assert_eq!(with(6).warnings(Some(fewer)).len(), 0, "it has another link's errors, too");
+        assert_eq!(fewer.warnings(Some(with(6))).len(), 0);
     }
 }

@@ -42,11 +42,10 @@ impl Reporter {
         match (asked_recovery(xid), xid::describe(xid.number)) {
             _ if is_program_error(xid.number) => self.report_to_containers(xid, gpu, config),
             (None, (what, remedy)) => sick(what, remedy, false),
-            (Some(0), _) => note_reset(gpu, config),
             (Some(action), _) if is_fault(action) => {
                 sick(&safe_long(&xid.text, 200), describe_recovery(action).1, true);
             }
-            (Some(_), _) => {}
+            (Some(_), _) => note_reset(gpu, config),
         }
     }
 
@@ -307,6 +306,11 @@ mod tests {
         Reporter::default().act_on(&xid(RECOVERY_CHANGED, None, text), &config);
         assert_eq!(sick_gpus::read(&config).unwrap(), sick_gpus::Records::default());
         assert_eq!(emitted(&config), []);
+        for to in ["0x1 (GPU Reset Required)", "0x3 (Drain P2P)"] {
+            let text = format!("GPU recovery action changed from 0x0 (None) to {to}");
+            Reporter::default().act_on(&xid(RECOVERY_CHANGED, None, &text), &config);
+        }
+        assert!(sick_gpus::read(&config).unwrap().fault(GPU).is_none(), "it needs no reset any more");
     }
 
     #[test]
