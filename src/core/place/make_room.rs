@@ -61,7 +61,14 @@ pub fn may_make_room(
     let rules = &config.suspend;
     let by = now_ms.saturating_add(u64::try_from(rules.limit.as_millis()).unwrap_or(u64::MAX));
     let judge = |lease: &Lease| Suspendable::of(lease, false, by, rules.at_least);
-    let world = (inventory, ledger, config);
+    // One that is on its way back or out is there by then, or away.
+    let mut then = ledger.clone();
+    let is_on_its_way =
+        |own: &Suspension| matches!(own.step, SuspendStep::Suspending | SuspendStep::Resuming);
+    for lease in then.leases.iter_mut().filter(|lease| lease.devices.len() == 1) {
+        lease.suspension.take_if(|own| is_on_its_way(own));
+    }
+    let world = (inventory, &then, config);
     let can = ledger.leases.iter().any(Lease::may_be_suspended);
     can && rules.on_demand && whom_to_suspend(request, id, world, &|_| true, &judge).is_some()
 }
@@ -208,6 +215,20 @@ mod tests {
         let ledger = ledger(leases);
         let found = whom_to_suspend(request, &new, (&inventory, &ledger, &config), &|_| true, &judge)?;
         Some(found.iter().map(number).collect())
+    }
+
+    #[test]
+    fn a_start_may_find_room_where_the_last_one_is_on_its_way_back() {
+        let (inventory, config) = (host(vec![device(0)]), Config::default());
+        let new = LeaseId::parse("00000000000000ff").unwrap();
+        let may = |step| {
+            let owner = Process { pid: 1, start_time: 1 };
+            let own = Suspension { step, owner, processes: Vec::new(), since_ms: 0, on_demand: true };
+            let held = Lease { suspension: Some(own), resumed_ms: Some(0), ..on(1, 0, 60, Suspend::Allow) };
+            may_make_room(&asked(60), &new, (&inventory, &ledger(vec![held]), &config), 60_000)
+        };
+        assert!(may(SuspendStep::Resuming) && may(SuspendStep::Suspending));
+        assert!(!may(SuspendStep::Suspended), "there is room");
     }
 
     #[test]
