@@ -44,7 +44,7 @@ pub struct UndrainArguments {
     /// Devices: an index, a UUID or its beginning, a PCI bus id, G:M (MIG device M of GPU G), an alias, all
     #[arg(required = true)]
     devices: Vec<String>,
-    /// A GPU that is unhealthy, because it reported a fault, is well again
+    /// And a GPU that is unhealthy, because it reported a fault, is well again
     #[arg(long)]
     healthy: bool,
 }

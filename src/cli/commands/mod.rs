@@ -67,7 +67,7 @@ enum Command {
     Explain(explain::Arguments),
     /// Advise how many containers share a GPU best, as text to paste; each advice is one that would be placed
     Advise(advise::Arguments),
-    /// Wait until the driver is up and a share is free
+    /// Wait until the driver is up and a share is free; nobody is suspended for it
     Wait(wait::Arguments),
     /// List leases, or release one
     #[command(subcommand)]
@@ -82,7 +82,7 @@ enum Command {
     Metrics(metrics::Arguments),
     /// Stop giving new leases on a device; leases that exist stay, or are moved to other GPUs
     Drain(drain::DrainArguments),
-    /// Give leases on a drained device again
+    /// Let a drained device take leases again
     Undrain(drain::UndrainArguments),
     /// Put containers' GPU memory into host memory: they stop computing, and their GPU has room for others
     Suspend(suspend::SuspendArguments),

@@ -23,10 +23,10 @@ const LOOK_AGAIN: Duration = Duration::from_secs(1);
 /// Arguments of `sublet suspend`.
 #[derive(Debug, clap::Args)]
 pub struct SuspendArguments {
-    /// The containers, by name, id or lease
+    /// The containers: each by its name or id, its lease's id, or the beginning of one that no other has
     #[arg(required = true, value_name = "CONTAINER")]
     names: Vec<String>,
-    /// Also one whose share does not allow it (root)
+    /// Also one whose share does not allow it; only root, and never an MPS share
     #[arg(long)]
     force: bool,
     #[command(flatten)]
@@ -36,10 +36,10 @@ pub struct SuspendArguments {
 /// Arguments of `sublet resume`.
 #[derive(Debug, clap::Args)]
 pub struct ResumeArguments {
-    /// The containers, by name, id or lease
+    /// The containers: each by its name or id, its lease's id, or the beginning of one that no other has
     #[arg(required = true, value_name = "CONTAINER")]
     names: Vec<String>,
-    /// Another GPU than the one that it was on
+    /// Another GPU than the one that it was on: an index, a UUID or its beginning, a PCI bus id, an alias
     #[arg(long)]
     gpu: Option<String>,
     /// Wait so long for room: 0, 30s, 2m, up to a day
@@ -52,7 +52,7 @@ pub struct ResumeArguments {
 /// Arguments of `sublet move`.
 #[derive(Debug, clap::Args)]
 pub struct MoveArguments {
-    /// The container, by name, id or lease
+    /// The container: its name or id, its lease's id, or the beginning of one that no other has
     #[arg(value_name = "CONTAINER")]
     name: String,
     /// The GPU that it goes to: an index, a UUID or its beginning, a PCI bus id, an alias
