@@ -42,14 +42,21 @@ fn assert_is_on(bundle: &Bundle<'_>, index: u32, minor: u32) {
     assert_eq!((&own[0]["device"], &own[0]["state"]), (&json!(gpu(index)), &json!("active")));
 }
 
-/// The GPUs' nodes, seen from inside.
+/// The GPUs' nodes that it may open. The driver makes others, which its device cgroup keeps closed.
 fn nodes(bundle: &Bundle<'_>) -> String {
-    listed(bundle, "/dev/nvidia[0-9]*")
+    said(
+        bundle,
+        "for n in /dev/nvidia[0-9]*; do case $( (exec 3<>$n) 2>&1 ) in *ermi*) ;; *) echo $n ;; esac; done",
+    )
+    .replace('\n', " ")
 }
 
 fn listed(bundle: &Bundle<'_>, pattern: &str) -> String {
-    let script = format!("echo {pattern}");
-    let listed = bundle.exec_file(&["/bin/sh", "-c", &script], &["PATH=/bin:/usr/bin"]);
+    said(bundle, &format!("echo {pattern}"))
+}
+
+fn said(bundle: &Bundle<'_>, script: &str) -> String {
+    let listed = bundle.exec_file(&["/bin/sh", "-c", script], &["PATH=/bin:/usr/bin"]);
     assert!(listed.ok, "{listed:?}");
     listed.stdout.trim().to_owned()
 }
@@ -198,6 +205,12 @@ fn a_move_that_the_driver_refuses_goes_back() {
     assert_eq!(world.status()["leases"][0]["used"]["processes"], 2);
     done(&world, &["move", "both", "--gpu", "2"]);
     assert_is_on(&both, 2, 3);
+    done(&world, &["suspend", "both"]);
+    fail(&world, "cuCheckpointProcessRestore 2 1\n");
+    // The next command brings the second there, too.
+    assert_eq!(refused(&world, &["resume", "both", "--gpu", "1"]).0, "suspend-stuck");
+    assert_is_on(&both, 1, 1);
+    assert_eq!(world.status()["leases"][0]["used"]["processes"], 2);
     both.down();
     world.assert_empty();
 }
@@ -288,9 +301,9 @@ fn a_suspended_container_comes_back_on_another_gpu() {
         return;
     }
     let world = World::simulated("h200x8", "");
-    let kept = on(&world, "0", "kept", ALLOW, KEEP);
+    let kept = on(&world, "2", "kept", ALLOW, KEEP);
     done(&world, &["suspend", "kept"]);
-    let large = [("sublet.gpu", "0"), ("sublet.mode", "time-slice"), ("sublet.memory", "130GiB")];
+    let large = [("sublet.gpu", "2"), ("sublet.mode", "time-slice"), ("sublet.memory", "130GiB")];
     let large = world.bundle("large", &large, &["/bin/sleep", "600"]);
     large.up();
     assert_eq!(refused(&world, &["resume", "kept"]).0, "no-room");
@@ -302,6 +315,12 @@ fn a_suspended_container_comes_back_on_another_gpu() {
     done(&world, &["resume", "kept", "--gpu", "1"]);
     assert_is_on(&kept, 1, 1);
     large.down();
+    // Where it has not come to, the driver does not count with: it comes back where it was.
+    done(&world, &["suspend", "kept"]);
+    fail(&world, "cuCheckpointProcessRestore 1 1\n");
+    assert_eq!(refused(&world, &["resume", "kept", "--gpu", "0"]).0, "no-room");
+    done(&world, &["resume", "kept"]);
+    assert_is_on(&kept, 1, 1);
     kept.down();
     world.assert_empty();
 }

@@ -77,7 +77,8 @@ pub(super) enum CallError {
 
 impl CallError {
     /// Whether the driver refuses a restore on another GPU without any harm: its node or its cgroup rule is missing, or the pairs
-    /// are not those of all GPUs. After any other error the process may be lost (docs/suspend.md).
+    /// are not those of the GPUs that it could open when it was suspended. After any other error the process may be lost
+    /// (docs/suspend.md).
     pub(super) fn is_harmless(&self) -> bool {
         matches!(self, Self::Refused(why) if why.contains("CUDA_ERROR_INVALID_VALUE"))
     }
@@ -111,7 +112,7 @@ impl Driver {
     }
 
     /// Carries out `call` on `target`. A process that has ended is no error. A restore is where it was, or with `pairs` of the UUIDs
-    /// of all GPUs of the host: each is followed by that of the GPU that takes its place.
+    /// of all GPUs that the process could open when it was suspended: each is followed by that of the GPU that takes its place.
     pub(super) fn carry_out(
         &self,
         call: CheckpointCall,

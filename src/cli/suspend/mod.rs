@@ -16,14 +16,14 @@ mod error;
 mod new;
 mod nodes;
 mod nvml;
-mod pairs;
 
 use std::cell::Cell;
+use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
 
+use nvml_wrapper::Device as NvmlDevice;
 use nvml_wrapper::enum_wrappers::device::ComputeMode;
 use nvml_wrapper::error::NvmlError;
-use nvml_wrapper::{Device as NvmlDevice, Nvml};
 
 use crate::libcuda::CheckpointCall;
 use crate::peer::{end_container, has_user_namespace, is_theirs, owns};
@@ -36,7 +36,6 @@ pub(crate) use new::have_suspended;
 pub use new::{Arguments as NewArguments, run as suspend_new_process};
 pub use nodes::{NodesArguments, run as change_nodes};
 use nvml::{Asked, HOST};
-use pairs::{all_uuids, change_places};
 use sublet_core::admit::{Local, confirmed_inventory, refresh};
 use sublet_core::config::Config;
 use sublet_core::events::{self, Event, Kind};
@@ -246,6 +245,18 @@ fn sum(processes: &[SuspendedProcess]) -> u64 {
     processes.iter().map(|one| one.bytes).sum()
 }
 
+/// Each of the GPUs that a process could open when it was suspended, followed by the one that takes its place: `here` and `there` change
+/// places. The driver wants these exactly, and without any it restores a process by its GPU's place among those that can be opened
+/// then, which may be another (docs/evidence/2026-11-28-h200x4.md).
+fn pairs(opened: &BTreeSet<&str>, here: &str, there: &str) -> Vec<String> {
+    let replaced = |uuid| match uuid {
+        uuid if uuid == here => there,
+        uuid if uuid == there => here,
+        uuid => uuid,
+    };
+    opened.iter().flat_map(|uuid| [*uuid, replaced(*uuid)]).map(str::to_owned).collect()
+}
+
 /// What becomes of a process after a call that failed and should have left it in the state `wanted`.
 fn aftermath(
     failed: CallError,
@@ -427,14 +438,14 @@ impl<'a> Work<'a> {
     /// them opens all of these. Most have one GPU all their life, and its node.
     fn give_nodes(&self) -> Result<(), String> {
         if !self.has_nodes.get() {
-            self.set_nodes(&nodes::all_gpus(&self.lease).map(String::as_str).collect::<Vec<_>>())?;
+            self.set_nodes(&Vec::from_iter(nodes::all_gpus(&self.lease)))?;
         }
         self.has_nodes.set(true);
         Ok(())
     }
 
     fn set_nodes(&self, gpus: &[&str]) -> Result<(), String> {
-        let is_alone = nodes::all_gpus(&self.lease).nth(1).is_none();
+        let is_alone = nodes::all_gpus(&self.lease).len() == 1;
         let Some(init) = self.lease.init.as_ref().filter(|_| !is_alone) else { return Ok(()) };
         // Of a lease without root, the user names the container's first process.
         if !is_theirs(init.process, Some(&self.lease)) {
@@ -483,12 +494,11 @@ impl<'a> Work<'a> {
         let bytes = sum(processes);
         let reserve = self.config.limits.reserve;
         self.make_ready(there, bytes, reserve)?;
-        // A host whose GPUs cannot all be named moves nothing: it is not suspended in vain.
-        let pairs = self.pairs(there)?;
         self.put_away(processes)?;
         let noted = self.change(|ledger| ledger.begin_restoring(&self.lease.id, self.owner));
         noted.map_err(|error| error.to_string())?;
         self.check_gpu(there, bytes, reserve)?;
+        let pairs = pairs(&nodes::all_gpus(&self.lease), self.gpu(), there);
         processes.iter().try_for_each(|one| self.carry_out(CheckpointCall::Restore, *one, &pairs))
     }
 
@@ -507,17 +517,6 @@ impl<'a> Work<'a> {
     /// MPS servers that wait for a share may hold the compute mode of a GPU that it is to be restored on.
     fn end_idle_servers(&self) -> Result<(), String> {
         Local::new(self.config).end_conflicting(&self.lease).map_err(|error| error.to_string())
-    }
-
-    /// All GPUs of the host, each followed by the one that takes its place: the container's and `there` change places.
-    fn pairs(&self, there: &str) -> Result<Vec<String>, String> {
-        let ask = |nvml: &Nvml| {
-            let uuid = |index| nvml.device_by_index(index).and_then(|device| device.uuid());
-            Ok((0..nvml.device_count()?).map(uuid).collect())
-        };
-        let unknown = |why| format!("NVML does not count the host's GPUs ({why})");
-        let all = all_uuids(self.nvml.ask(HOST, ask).map_err(unknown)?, &self.inventory.left_out)?;
-        Ok(change_places(&all, self.gpu(), there))
     }
 
     /// Locks all of its processes, and then suspends them. At least one of them is there still.
@@ -567,7 +566,7 @@ impl<'a> Work<'a> {
     /// it is another one, or there is no room as far as that is known before its state is.
     fn bring_alone_back(&self, processes: &[SuspendedProcess], reserve: u64) -> Result<bool, Stuck> {
         let resumes = self.lease.suspension.as_ref().is_some_and(|own| own.step == SuspendStep::Resuming);
-        let stays = resumes && self.lease.destination().is_none();
+        let stays = resumes && nodes::all_gpus(&self.lease).len() == 1;
         let ([one], true) = (processes, stays) else { return Ok(false) };
         if self.make_ready(self.gpu(), one.bytes, reserve).is_err() {
             return Ok(false);
@@ -584,23 +583,19 @@ impl<'a> Work<'a> {
 
     /// Whether it has room on two GPUs.
     fn is_moving(&self) -> bool {
-        self.lease.destination().is_some() && !self.is_arriving()
-    }
-
-    fn is_arriving(&self) -> bool {
-        self.lease.suspension.as_ref().is_some_and(|own| own.step == SuspendStep::Arriving)
+        self.lease.destination().is_some() && !self.lease.is_arriving()
     }
 
     /// Restores what is `out`, each process where it was; one that arrives, on its new GPU.
     fn restore(&self, out: &[SuspendedProcess], reserve: u64, all_out: bool) -> Result<(), Stuck> {
         let not_now = |why| Stuck::NotNow { why, all_out };
-        let there = self.lease.destination().filter(|_| self.is_arriving());
+        let there = self.lease.destination().filter(|_| self.lease.is_arriving());
         self.make_ready(there.unwrap_or_else(|| self.gpu()), sum(out), reserve).map_err(not_now)?;
-        let pairs = there.map_or(Ok(Vec::new()), |there| self.pairs(there)).map_err(not_now)?;
+        let all = nodes::all_gpus(&self.lease);
         for (count, one) in out.iter().enumerate() {
-            let Err(failed) = self.driver.carry_out(CheckpointCall::Restore, *one, &pairs) else { continue };
+            let Err(failed) = self.restore_one(*one, there) else { continue };
             let now = self.state_of(one.process);
-            if there.is_some() && now == Some(ProcessState::Checkpointed) && failed.is_harmless() {
+            if all.len() > 1 && now == Some(ProcessState::Checkpointed) && failed.is_harmless() {
                 // One that was moved before it is on the GPU.
                 let all_out = all_out && count == 0;
                 return Err(Stuck::NotNow { why: failed.to_string(), all_out });
@@ -608,6 +603,27 @@ impl<'a> Work<'a> {
             aftermath(failed, now, ProcessState::Locked, checks::check_awake(&[*one]).is_ok())?;
         }
         Ok(())
+    }
+
+    /// Restores one where it was, or on the GPU `there`. When it was suspended it could not open that one, unless it had known it before,
+    /// or had come there already and was to go back.
+    fn restore_one(&self, one: SuspendedProcess, there: Option<&str>) -> Result<(), CallError> {
+        let all = nodes::all_gpus(&self.lease);
+        let restore = |pairs: &[String]| self.driver.carry_out(CheckpointCall::Restore, one, pairs);
+        if all.len() == 1 {
+            return restore(&[]);
+        }
+        let here = self.gpu();
+        let Some(there) = there else { return restore(&pairs(&all, here, here)) };
+        let knew = all
+            .iter()
+            .copied()
+            .filter(|uuid| *uuid != there || self.lease.known.iter().any(|known| known == uuid));
+        restore(&pairs(&knew.collect(), here, there)).or_else(|failed| {
+            let may_try =
+                failed.is_harmless() && self.state_of(one.process) == Some(ProcessState::Checkpointed);
+            if may_try { restore(&pairs(&all, here, there)) } else { Err(failed) }
+        })
     }
 
     /// The GPU on which its processes are, none of which is in host memory. Where a move has ended in the middle of several, those
@@ -630,14 +646,14 @@ impl<'a> Work<'a> {
         if let Some(lost) = rest.iter().find(|one| !staying.contains(&one.process)) {
             return Err(not_now(format!("NVML does not say where process {} is", lost.process.pid)));
         }
-        if rest.is_empty() && (!moved.is_empty() || self.is_arriving()) {
+        if rest.is_empty() && (!moved.is_empty() || self.lease.is_arriving()) {
             return Ok(there.to_owned());
         }
         if moved.is_empty() {
             return Ok(here);
         }
         self.give_nodes().map_err(not_now)?;
-        let pairs = self.pairs(there).map_err(not_now)?;
+        let pairs = pairs(&nodes::all_gpus(&self.lease), &here, there);
         for one in moved {
             let away = self.carry_out(CheckpointCall::Checkpoint, one, &[]);
             away.and_then(|()| self.carry_out(CheckpointCall::Restore, one, &pairs)).map_err(not_now)?;

@@ -2,6 +2,7 @@
 //! alone otherwise. A child of this program does it, `sublet nodes`: it has one thread, and no more rights than the hook that gives
 //! a container its nodes when that is created.
 
+use std::collections::BTreeSet;
 use std::process::Command;
 use std::time::Duration;
 
@@ -70,7 +71,7 @@ fn change(arguments: &NodesArguments) -> anyhow::Result<()> {
     let inventory = inventory::last(&config)?.with_left_out();
     let mut gpus = Vec::new();
     for uuid in all_gpus(lease) {
-        let is_given = arguments.gpus.contains(uuid);
+        let is_given = arguments.gpus.iter().any(|given| given == uuid);
         match inventory.device(uuid) {
             Some(gpu) => gpus.push(gpu_nodes(gpu, is_given, &config)),
             None if is_given => bail!("GPU {}, which its processes have known, is gone", safe(uuid)),
@@ -81,6 +82,6 @@ fn change(arguments: &NodesArguments) -> anyhow::Result<()> {
 }
 
 /// The GPUs that the container has, and those that its processes have known.
-pub(super) fn all_gpus(lease: &Lease) -> impl Iterator<Item = &String> {
-    lease.devices.iter().chain(&lease.known)
+pub(super) fn all_gpus(lease: &Lease) -> BTreeSet<&str> {
+    lease.devices.iter().chain(&lease.known).map(String::as_str).collect()
 }

@@ -198,10 +198,9 @@ impl Ledger {
 impl Lease {
     /// Whether it books room on `device`.
     pub fn books(&self, device: &str) -> bool {
-        let arrives = || self.suspension.as_ref().is_some_and(|own| own.step == SuspendStep::Arriving);
         // Each start asks this of each lease for each device: first whether it is there at all.
         let number = self.devices.iter().rposition(|own| own == device);
-        number.is_some_and(|number| !self.is_suspended() && (number > 0 || !arrives()))
+        number.is_some_and(|number| !self.is_suspended() && (number > 0 || !self.is_arriving()))
     }
 
     /// Whether its container's GPU state is in host memory, so that it books nothing.

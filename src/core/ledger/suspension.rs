@@ -178,6 +178,11 @@ impl Lease {
         }
     }
 
+    /// Whether it comes back on another device than the one that it was suspended on.
+    pub fn is_arriving(&self) -> bool {
+        self.suspension.as_ref().is_some_and(|own| own.step == SuspendStep::Arriving)
+    }
+
     /// The device to which it moves.
     pub fn destination(&self) -> Option<&str> {
         let moves = self.suspension.is_some() && self.devices.len() == 2;
@@ -326,9 +331,14 @@ impl Ledger {
     /// room for others waits from now on, in their order, for that device. `false`: the lease has ended.
     pub fn end_suspended(&mut self, id: &LeaseId, owner: Process) -> bool {
         let was_running = self.lease(id).is_some_and(|lease| lease.shown_state() == LeaseState::Suspending);
+        let was_arriving = self.lease(id).is_some_and(Lease::is_arriving);
         let out = |own: &mut Suspension| own.begin(SuspendStep::Suspended, owner);
         let ended = self.is_owned(id, owner) && self.change_step(id, out);
         if let Some(lease) = self.lease_mut(id).filter(|_| ended) {
+            if was_arriving {
+                // Where it has not come to, it knows nothing of: the driver counts what a process could open when it was suspended.
+                lease.devices.truncate(1);
+            }
             lease.stay_on(0);
             // What failed before was to suspend it.
             lease.backoff.take_if(|_| was_running);

@@ -482,7 +482,7 @@ fn the_copy_counts_in_the_processs_cgroup() {
 }
 
 #[test]
-fn a_permutation_of_all_gpus_moves_a_process_and_fewer_pairs_do_no_harm() {
+fn a_permutation_of_the_gpus_that_it_can_open_moves_a_process_and_other_pairs_do_no_harm() {
     let Some((rig, cuda)) = two() else { return };
     let mut probe = keeping(&rig, 100, "", &FIRST_ALONE, 0);
     let pid = probe.pid();
@@ -532,6 +532,9 @@ fn without_the_new_gpus_node_a_move_does_no_harm() {
     assert_eq!((cuda.restore_with(pid, &SWAPPED), cuda.state(pid)), (INVALID_VALUE, CHECKPOINTED));
     cuda.resume(pid);
     assert_eq!(gpus(&rig), [3].into());
+    cuda.suspend(pid);
+    let open = [(H200, H200)];
+    assert_eq!((cuda.restore_with(pid, &open), cuda.unlock(pid)), (SUCCESS, SUCCESS));
     assert_eq!(intact(&rig, &mut probe), [H200]);
 }
 

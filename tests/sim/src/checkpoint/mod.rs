@@ -80,6 +80,8 @@ pub(crate) struct Suspension {
     copied: usize,
     /// Device minors of all GPUs on which it ever had a context when it was suspended.
     known: BTreeSet<u32>,
+    /// UUIDs of the GPUs whose nodes it could open when it was suspended, in the host's order.
+    opened: Vec<String>,
     /// What every further restore answers, since one failed.
     lost: Option<u32>,
 }

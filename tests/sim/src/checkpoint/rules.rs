@@ -1,6 +1,6 @@
 //! What the simulated driver answers to `cuCheckpointProcess…`, and what becomes of the process.
 //!
-//! "Measured" is: on one, two and four H100, driver 580.159.04, CUDA 13.0. "Chosen" is what was not measured.
+//! "Measured" is: on one, two and four H100 and H200, driver 580.159.04, CUDA 13.0. "Chosen" is what was not measured.
 
 use std::collections::BTreeSet;
 use std::fs::{self, File};
@@ -13,7 +13,7 @@ use serde::{Deserialize, Serialize};
 
 use super::{Ask, Call, Reply, Suspension};
 use crate::layout::contexts::{self, Kind};
-use crate::layout::topology::Topology;
+use crate::layout::topology::{Gpu, Topology};
 use crate::layout::{Root, trailer};
 use crate::mps::device::{self, Device};
 use crate::mps::exclusive::{Claim, claim};
@@ -105,6 +105,8 @@ impl Held {
         if !reaches(&self.suspension.known) {
             return Err(OUT_OF_MEMORY);
         }
+        let topology = trailer::read(&self.libcuda).ok_or(UNKNOWN)?;
+        self.suspension.opened = opened(&topology);
         let mib = self.used_mib();
         if ask.host_mib.is_some_and(|left| left < mib) {
             return Err(OPERATING_SYSTEM);
@@ -121,18 +123,7 @@ impl Held {
             return Err(error);
         }
         let topology = trailer::read(&self.libcuda).ok_or(UNKNOWN)?;
-        let to = self.destinations(pairs, &topology).ok_or(INVALID_VALUE)?;
-        // Measured: a move needs the new GPU's node, which the driver makes itself where the process may (root with
-        // CAP_MKNOD); where its device cgroup or its rights refuse the node, this error, the process stays checkpointed, and
-        // a restore without pairs brings it back on the old GPU. Chosen: the same error without pairs.
-        let mut needed = self.suspension.known.clone();
-        needed.extend(to.iter().map(|device| device.on.minor));
-        for minor in &needed {
-            nodes::make(&node(*minor), topology.majors.nvidia, *minor);
-        }
-        if !reaches(&needed) {
-            return Err(INVALID_VALUE);
-        }
+        let to = self.destinations(pairs, &topology)?;
         // Measured: a process on two GPUs with copies between them checkpoints, and cannot be restored: it is lost. Of two
         // processes with common memory by CUDA IPC both checkpoint, and the second cannot be restored, in either order of
         // the steps. Chosen: that a second try answers the same, and this error for IPC.
@@ -152,7 +143,7 @@ impl Held {
         };
         self.suspension.tell_restored();
         take_time(RESTORE, self.used_mib(), ask);
-        self.suspension.known = needed;
+        self.suspension.known.extend(to.iter().map(|device| device.on.minor));
         self.return_to(to, claims, ask);
         self.suspension.state = State::Locked;
         Ok(())
@@ -176,22 +167,27 @@ impl Held {
         Err(now)
     }
 
-    /// The device to which each context returns. Measured: pairs are a permutation of all GPUs of the host; with fewer it is
-    /// an error, the process stays checkpointed, and a second try with all of them works; both sides were of one model.
-    /// Chosen: that another model is such an error, too.
-    fn destinations(&self, pairs: &[(String, String)], topology: &Topology) -> Option<Vec<Device>> {
-        if pairs.is_empty() {
-            return Some(self.contexts().map(|made| made.device.clone()).collect());
-        }
-        if topology.driver_branch() < FIRST_WITH_PAIRS || !is_permutation(pairs, topology) {
-            return None;
+    /// The device to which each context returns. Measured: pairs have each GPU that the process could open when it was suspended, and
+    /// a GPU that it can open now in its place; with more or fewer, or without the new one's node or device cgroup rule, it is an
+    /// error, the process stays checkpointed, and a second try with these works; both sides were of one model. Without pairs the
+    /// place of its GPU among those that it could open then, among those that it can open now: another GPU, where these differ, or,
+    /// where there are too few, an error that does no harm. Chosen: that another model is an error like other pairs.
+    fn destinations(&self, pairs: &[(String, String)], topology: &Topology) -> Result<Vec<Device>, u32> {
+        let (then, now) = (&self.suspension.opened, opened(topology));
+        if !pairs.is_empty()
+            && (topology.driver_branch() < FIRST_WITH_PAIRS || !is_permitted(pairs, then, &now, topology))
+        {
+            return Err(INVALID_VALUE);
         }
         let all = device::all(topology);
         let to = |old: &Device| {
-            let (_, new) = pairs.iter().find(|(uuid, _)| *uuid == old.uuid)?;
-            all.iter().find(|device| device.uuid == *new).cloned()
+            let new = match pairs.iter().find(|(uuid, _)| *uuid == old.uuid) {
+                Some((_, new)) => Some(new),
+                None => now.get(then.iter().position(|uuid| *uuid == old.uuid)?),
+            };
+            all.iter().find(|device| Some(&device.uuid) == new).cloned()
         };
-        self.contexts().map(|made| to(&made.device)).collect()
+        self.contexts().map(|made| to(&made.device).ok_or(NOT_SUPPORTED)).collect()
     }
 
     fn claims(&self, to: &[Device]) -> Option<Vec<Claim>> {
@@ -278,13 +274,20 @@ fn reaches(minors: &BTreeSet<u32>) -> bool {
     minors.iter().all(|minor| nodes::opens(&node(*minor)))
 }
 
-fn is_permutation(pairs: &[(String, String)], topology: &Topology) -> bool {
-    let gpu = |uuid: &str| topology.gpu.iter().find(|gpu| gpu.uuid == uuid);
-    let alike = |(old, new): &(String, String)| match (gpu(old), gpu(new)) {
-        (Some(old), Some(new)) => old.name == new.name,
-        _ => false,
+/// The UUIDs of GPUs whose nodes the process may open. Measured: the driver makes the nodes of all of the host's GPUs itself where the
+/// process may (root with `CAP_MKNOD`), of which the device cgroup keeps others than the container's closed.
+fn opened(topology: &Topology) -> Vec<String> {
+    let opens = |gpu: &&Gpu| {
+        nodes::make(&node(gpu.minor), topology.majors.nvidia, gpu.minor);
+        nodes::opens(&node(gpu.minor))
     };
-    let (old, new): (BTreeSet<_>, BTreeSet<_>) = pairs.iter().map(|(old, new)| (old, new)).unzip();
-    let all = topology.gpu.len();
-    [pairs.len(), old.len(), new.len()] == [all; 3] && pairs.iter().all(alike)
+    topology.gpu.iter().filter(opens).map(|gpu| gpu.uuid.clone()).collect()
+}
+
+fn is_permitted(pairs: &[(String, String)], then: &[String], now: &[String], topology: &Topology) -> bool {
+    let name = |uuid: &str| topology.gpu.iter().find(|gpu| gpu.uuid == uuid).map(|gpu| &gpu.name);
+    let (old, new): (BTreeSet<&String>, BTreeSet<&String>) =
+        pairs.iter().map(|(old, new)| (old, new)).unzip();
+    let is_exact = old == then.iter().collect() && new.is_subset(&now.iter().collect());
+    is_exact && new.len() == pairs.len() && pairs.iter().all(|(old, new)| name(old) == name(new))
 }

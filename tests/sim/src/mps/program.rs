@@ -156,10 +156,12 @@ impl Shared {
     /// Answers other processes' calls for this one, one after the other.
     fn serve(&self, asks: &Conn) {
         while let Some((ask, Some(asker))) = asks.recv::<Ask>() {
-            let reply = self.held().answer(&ask);
-            self.changed.notify_all();
-            // Who asked may have gone: what it asked for is done all the same.
+            let mut held = self.held();
+            let reply = held.answer(&ask);
+            // Before the program goes on, which may be its end. Who asked may have gone: what it asked for is done all the same.
             let _ = asker.send(&reply);
+            drop(held);
+            self.changed.notify_all();
         }
     }
 }
