@@ -66,9 +66,15 @@ def there_and_back(rows, machine):
 
 
 def joined(rows, machine):
-    """What begins in it later, and its later steps."""
+    """One that comes back on another GPU: what begins in it later, and its later steps."""
     with kept.kept(machine, machine.docker, "moved", usual(machine)) as one:
-        do("move", "moved", "--gpu", "1")
+        def arrives():
+            do("suspend", "moved")
+            done = do("resume", "moved", "--gpu", "1")
+            check_is_on(machine, one, 1)
+            return f"{done['seconds']:.1f} s, on GPU 1", True
+
+        rows.ask("suspend, resume --gpu 1, of one that was never moved", "on the second GPU, with what it had", arrives, 15)
 
         def executed():
             done = machine.docker.execute("moved", kept.keep(machine, 16, seconds=0.3), 60)
