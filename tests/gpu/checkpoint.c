@@ -1,6 +1,7 @@
 // The driver's own calls on another process, by hand: what sublet's times are compared with. One JSON line.
 //   checkpoint suspend|resume PID
-//   checkpoint move PID UUID UUID [UUID UUID]...     each GPU of the host, followed by the one that takes its place
+//   checkpoint move PID UUID UUID [UUID UUID]...     each GPU that it can open, followed by the one that takes its place
+//   checkpoint restore PID UUID UUID [UUID UUID]...  the second half of that, for a process that is suspended
 // Build: cc -O2 -o checkpoint checkpoint.c (no CUDA is needed: it opens libcuda.so.1, which has the calls since CUDA 12.8)
 #include <dlfcn.h>
 #include <stdint.h>
@@ -66,11 +67,11 @@ int main(int count, char **words) {
   struct restore_args restore = {0};
   double out = 0, back = 0;
   const char *what = count > 2 ? words[1] : "";
-  int moves = !strcmp(what, "move"), suspends = moves || !strcmp(what, "suspend");
-  int resumes = moves || !strcmp(what, "resume");
+  int restores = !strcmp(what, "restore"), moves = restores || !strcmp(what, "move");
+  int suspends = (moves && !restores) || !strcmp(what, "suspend"), resumes = moves || !strcmp(what, "resume");
   int given = (count - 3) / 2;
   if (!(suspends || resumes) || (moves ? given < 1 || given > MOST_GPUS || count % 2 == 0 : count != 3)) {
-    fprintf(stderr, "usage: checkpoint suspend|resume PID, or move PID UUID UUID...\n");
+    fprintf(stderr, "usage: checkpoint suspend|resume PID, or move|restore PID UUID UUID...\n");
     return 2;
   }
   for (int i = 0; moves && i < given; i++) {
