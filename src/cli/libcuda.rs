@@ -281,7 +281,8 @@ impl Checkpointer {
     }
 
     /// Carries out `call` on process `pid`. A lock waits up to `longest` for it to be between two CUDA calls; a restore goes
-    /// to the GPU that the process was on, or with `pairs` for all GPUs that it could open then to the one that takes its place.
+    /// to the GPU at the same place among those that it can open, or with `pairs` for all that it could open then to the one that
+    /// takes its place.
     pub fn carry_out(
         self,
         call: CheckpointCall,

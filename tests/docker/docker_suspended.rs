@@ -2,7 +2,7 @@
 
 use serde_json::json;
 use sublet_e2e::docker::{Docker, skip_unless_engines};
-use sublet_e2e::kept::{ALLOW, KEEP, Kept, gpu};
+use sublet_e2e::kept::{ALLOW, KEEP, Kept, OPEN_NODES, gpu};
 use sublet_e2e::{World, eventually};
 
 fn up(topology: &str) -> Docker {
@@ -21,7 +21,7 @@ fn assert_no_lease(docker: &Docker) {
 
 /// The GPUs' nodes, seen from inside.
 fn nodes(docker: &Docker, name: &str) -> String {
-    docker.ask(&["exec", name, "sh", "-c", "echo /dev/nvidia[0-9]*"])
+    docker.ask(&["exec", name, "sh", "-c", OPEN_NODES])
 }
 
 #[test]

@@ -10,6 +10,7 @@ use nix::fcntl::{FcntlArg, fcntl};
 use nix::libc;
 use nix::sys::stat::major;
 use serde_json::{Value, json};
+use sublet_e2e::kept::OPEN_NODES;
 use sublet_e2e::{Bundle, World, eventually, skip_unless_root};
 
 use crate::suspend::{
@@ -42,13 +43,9 @@ fn assert_is_on(bundle: &Bundle<'_>, index: u32, minor: u32) {
     assert_eq!((&own[0]["device"], &own[0]["state"]), (&json!(gpu(index)), &json!("active")));
 }
 
-/// The GPUs' nodes that it may open. The driver makes others, which its device cgroup keeps closed.
+/// The GPUs' nodes that it may open.
 fn nodes(bundle: &Bundle<'_>) -> String {
-    said(
-        bundle,
-        "for n in /dev/nvidia[0-9]*; do case $( (exec 3<>$n) 2>&1 ) in *ermi*) ;; *) echo $n ;; esac; done",
-    )
-    .replace('\n', " ")
+    said(bundle, OPEN_NODES)
 }
 
 fn listed(bundle: &Bundle<'_>, pattern: &str) -> String {
@@ -209,9 +206,30 @@ fn a_move_that_the_driver_refuses_goes_back() {
     fail(&world, "cuCheckpointProcessRestore 2 1\n");
     // The next command brings the second there, too.
     assert_eq!(refused(&world, &["resume", "both", "--gpu", "1"]).0, "suspend-stuck");
+    assert_eq!(world.status()["leases"][0]["state"], "active");
     assert_is_on(&both, 1, 1);
     assert_eq!(world.status()["leases"][0]["used"]["processes"], 2);
     both.down();
+    world.assert_empty();
+}
+
+#[test]
+fn one_that_can_open_every_gpu_moves_and_comes_back_where_it_is() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200x8", "[limits]\nallow_privileged = true\n");
+    let mut open = world.bundle("open", &[&[("sublet.gpu", "0")], ALLOW].concat(), KEEP);
+    let rules = open.spec["linux"]["resources"]["devices"].as_array_mut().expect("rules");
+    rules.push(json!({"allow": true, "access": "rwm"}));
+    open.up();
+    open.event("round");
+    done(&world, &["move", "open", "--gpu", "2"]);
+    done(&world, &["suspend", "open"]);
+    done(&world, &["resume", "open"]);
+    assert_goes_on(&open);
+    assert_eq!(rounds(&open).last().expect("a round")["uuids"], json!([gpu(2)]), "{}", open.output());
+    open.down();
     world.assert_empty();
 }
 

@@ -3,7 +3,7 @@
 use std::os::unix::fs::PermissionsExt;
 
 use sublet_e2e::docker::skip_unless_engines;
-use sublet_e2e::kept::{ALLOW, KEEP, Kept, gpu};
+use sublet_e2e::kept::{ALLOW, KEEP, Kept, OPEN_NODES, gpu};
 use sublet_e2e::podman::Podman;
 use sublet_e2e::rootless::{Rootless, done, text};
 use sublet_e2e::{Finished, World, eventually};
@@ -20,7 +20,7 @@ fn lives(podman: &Podman, options: &[&str]) {
     kept.is_on(0);
     kept.done(&["move", "kept", "--gpu", "2"]);
     kept.is_on(2);
-    assert_eq!(podman.done(&["exec", "kept", "sh", "-c", "echo /dev/nvidia[0-9]*"]), "/dev/nvidia3");
+    assert_eq!(podman.done(&["exec", "kept", "sh", "-c", OPEN_NODES]), "/dev/nvidia3");
     assert_eq!(podman.exec_info("kept", &[])["uuid"], gpu(2));
     kept.done(&["suspend", "kept"]);
     podman.done(&["stop", "-t0", "kept"]);
@@ -85,7 +85,7 @@ fn of_a_user_where_the_policy_allows_it() {
             _ => kept.is_on(2),
         }
     }
-    let nodes = ["exec", "mine", "sh", "-c", "echo /dev/nvidia[0-9]*"];
+    let nodes = ["exec", "mine", "sh", "-c", OPEN_NODES];
     assert_eq!(done(rootless.podman(&nodes)).trim(), "/dev/nvidia3");
     assert_eq!(rootless.info("mine", &["exec", "mine", "cuda-probe", "info"])["uuid"], gpu(2));
     let heard = rootless.sublet(&["suspend", "mine"]);

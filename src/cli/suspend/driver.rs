@@ -76,11 +76,12 @@ pub(super) enum CallError {
 }
 
 impl CallError {
-    /// Whether the driver refuses a restore on another GPU without any harm: its node or its cgroup rule is missing, or the pairs
-    /// are not those of the GPUs that it could open when it was suspended. After any other error the process may be lost
-    /// (docs/suspend.md).
-    pub(super) fn is_harmless(&self) -> bool {
-        matches!(self, Self::Refused(why) if why.contains("CUDA_ERROR_INVALID_VALUE"))
+    /// Whether the driver refuses a restore without any harm: the GPU's place is not among those that the process can open, or with
+    /// `pairs`, a node or cgroup rule is missing, or they are not those of the GPUs that it could open when it was suspended. After any
+    /// other error the process may be lost (docs/suspend.md).
+    pub(super) fn is_harmless(&self, pairs: bool) -> bool {
+        let is = |error| matches!(self, Self::Refused(why) if why.contains(error));
+        is("CUDA_ERROR_NOT_SUPPORTED") || pairs && is("CUDA_ERROR_INVALID_VALUE")
     }
 }
 
@@ -111,8 +112,9 @@ impl Driver {
         }
     }
 
-    /// Carries out `call` on `target`. A process that has ended is no error. A restore is where it was, or with `pairs` of the UUIDs
-    /// of all GPUs that the process could open when it was suspended: each is followed by that of the GPU that takes its place.
+    /// Carries out `call` on `target`. A process that has ended is no error. A restore is on the GPU at the same place
+    /// among those that the process can open, or with `pairs` of the UUIDs of all that it could open when it was suspended: each is
+    /// followed by that of the GPU that takes its place.
     pub(super) fn carry_out(
         &self,
         call: CheckpointCall,
@@ -195,7 +197,7 @@ pub struct Arguments {
     owner_pid: i32,
     owner_start_time: u64,
     seconds: u32,
-    /// For a restore on other GPUs: the UUID of each GPU, and of the one that takes its place
+    /// For a restore: the UUID of each GPU, and of the one that takes its place
     pairs: Vec<String>,
 }
 

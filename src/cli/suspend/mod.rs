@@ -78,11 +78,11 @@ fn suspend_for(id: &LeaseId, force: bool, on_demand: bool, config: &Config) -> R
     let began = Instant::now();
     let ledger = Store::open(&config.state_dir)?.read()?;
     let lease = ledger.suspendable(id)?;
-    let work = Work::begin(lease.clone(), config)?;
+    let mut work = Work::begin(lease.clone(), config)?;
     checks::check_lease(lease, &work.inventory, force)?;
     let processes = work.check_processes(&ledger)?;
     let bytes = sum(&processes);
-    work.change(|ledger| {
+    work.lease = work.change(|ledger| {
         // One that another command suspends by now is refused for that, and not for the memory that it takes.
         ledger.suspendable(id)?;
         checks::check_host_memory(&processes, ledger.bytes_on_their_way_out(id))?;
@@ -90,7 +90,7 @@ fn suspend_for(id: &LeaseId, force: bool, on_demand: bool, config: &Config) -> R
         if on_demand {
             ledger.note_on_demand(id);
         }
-        Ok::<_, SuspendError>(())
+        ledger.lease(id).cloned().ok_or(SuspendError::Ended)
     })??;
     match work.give_nodes().and_then(|()| work.put_away(&processes)) {
         Ok(()) => {
@@ -243,6 +243,10 @@ fn put_one_right(lease: &Lease, config: &Config) -> Result<(), SuspendError> {
 /// Their memory, in bytes.
 fn sum(processes: &[SuspendedProcess]) -> u64 {
     processes.iter().map(|one| one.bytes).sum()
+}
+
+fn named(one: SuspendedProcess, done: Result<(), CallError>) -> Result<(), String> {
+    done.map_err(|error| format!("process {}: {error}", one.process.pid))
 }
 
 /// Each of the GPUs that a process could open when it was suspended, followed by the one that takes its place: `here` and `there` change
@@ -444,9 +448,12 @@ impl<'a> Work<'a> {
         Ok(())
     }
 
+    fn knows_one_gpu(&self) -> bool {
+        nodes::all_gpus(&self.lease).len() == 1
+    }
+
     fn set_nodes(&self, gpus: &[&str]) -> Result<(), String> {
-        let is_alone = nodes::all_gpus(&self.lease).len() == 1;
-        let Some(init) = self.lease.init.as_ref().filter(|_| !is_alone) else { return Ok(()) };
+        let Some(init) = self.lease.init.as_ref().filter(|_| !self.knows_one_gpu()) else { return Ok(()) };
         // Of a lease without root, the user names the container's first process.
         if !is_theirs(init.process, Some(&self.lease)) {
             return Err("its first process does not belong to its user".to_owned());
@@ -498,13 +505,11 @@ impl<'a> Work<'a> {
         let noted = self.change(|ledger| ledger.begin_restoring(&self.lease.id, self.owner));
         noted.map_err(|error| error.to_string())?;
         self.check_gpu(there, bytes, reserve)?;
-        let pairs = pairs(&nodes::all_gpus(&self.lease), self.gpu(), there);
-        processes.iter().try_for_each(|one| self.carry_out(CheckpointCall::Restore, *one, &pairs))
+        processes.iter().try_for_each(|one| named(*one, self.restore_one(*one, there)))
     }
 
-    fn carry_out(&self, call: CheckpointCall, one: SuspendedProcess, pairs: &[String]) -> Result<(), String> {
-        let done = self.driver.carry_out(call, one, pairs);
-        done.map_err(|error| format!("process {}: {error}", one.process.pid))
+    fn carry_out(&self, call: CheckpointCall, one: SuspendedProcess) -> Result<(), String> {
+        named(one, self.driver.carry_out(call, one, &[]))
     }
 
     /// Before a restore on GPU `uuid`: its nodes, no MPS server in the way, and room as NVML tells.
@@ -521,12 +526,12 @@ impl<'a> Work<'a> {
 
     /// Locks all of its processes, and then suspends them. At least one of them is there still.
     fn put_away(&self, processes: &[SuspendedProcess]) -> Result<(), String> {
-        processes.iter().try_for_each(|one| self.carry_out(CheckpointCall::Lock, *one, &[]))?;
+        processes.iter().try_for_each(|one| self.carry_out(CheckpointCall::Lock, *one))?;
         let ledger = Store::open(&self.config.state_dir).and_then(|store| store.read());
         let now = self.cuda_processes(&ledger.map_err(|error| error.to_string())?);
         checks::check_unchanged(processes, &now.map_err(|error| error.to_string())?)?;
         checks::check_codecs(processes).map_err(|error| error.to_string())?;
-        processes.iter().try_for_each(|one| self.carry_out(CheckpointCall::Checkpoint, *one, &[]))?;
+        processes.iter().try_for_each(|one| self.carry_out(CheckpointCall::Checkpoint, *one))?;
         checks::check_some_alive(processes).map_err(|error| error.to_string())
     }
 
@@ -566,13 +571,15 @@ impl<'a> Work<'a> {
     /// it is another one, or there is no room as far as that is known before its state is.
     fn bring_alone_back(&self, processes: &[SuspendedProcess], reserve: u64) -> Result<bool, Stuck> {
         let resumes = self.lease.suspension.as_ref().is_some_and(|own| own.step == SuspendStep::Resuming);
-        let stays = resumes && nodes::all_gpus(&self.lease).len() == 1;
-        let ([one], true) = (processes, stays) else { return Ok(false) };
+        let ([one], true) = (processes, resumes && self.knows_one_gpu()) else { return Ok(false) };
         if self.make_ready(self.gpu(), one.bytes, reserve).is_err() {
             return Ok(false);
         }
         let Err(failed) = self.driver.bring_back(*one) else { return Ok(true) };
         let now = self.state_of(one.process);
+        if now == Some(ProcessState::Checkpointed) && failed.is_harmless(false) {
+            return Err(Stuck::NotNow { why: failed.to_string(), all_out: true });
+        }
         if now != Some(ProcessState::Running) {
             // Locked, it is on the GPU: the answer was late.
             aftermath(failed, now, ProcessState::Locked, checks::check_awake(&[*one]).is_ok())?;
@@ -590,12 +597,12 @@ impl<'a> Work<'a> {
     fn restore(&self, out: &[SuspendedProcess], reserve: u64, all_out: bool) -> Result<(), Stuck> {
         let not_now = |why| Stuck::NotNow { why, all_out };
         let there = self.lease.destination().filter(|_| self.lease.is_arriving());
-        self.make_ready(there.unwrap_or_else(|| self.gpu()), sum(out), reserve).map_err(not_now)?;
-        let all = nodes::all_gpus(&self.lease);
+        let there = there.unwrap_or_else(|| self.gpu());
+        self.make_ready(there, sum(out), reserve).map_err(not_now)?;
         for (count, one) in out.iter().enumerate() {
             let Err(failed) = self.restore_one(*one, there) else { continue };
             let now = self.state_of(one.process);
-            if all.len() > 1 && now == Some(ProcessState::Checkpointed) && failed.is_harmless() {
+            if now == Some(ProcessState::Checkpointed) && failed.is_harmless(!self.knows_one_gpu()) {
                 // One that was moved before it is on the GPU.
                 let all_out = all_out && count == 0;
                 return Err(Stuck::NotNow { why: failed.to_string(), all_out });
@@ -605,25 +612,33 @@ impl<'a> Work<'a> {
         Ok(())
     }
 
-    /// Restores one where it was, or on the GPU `there`. When it was suspended it could not open that one, unless it had known it before,
-    /// or had come there already and was to go back.
-    fn restore_one(&self, one: SuspendedProcess, there: Option<&str>) -> Result<(), CallError> {
-        let all = nodes::all_gpus(&self.lease);
+    /// Restores one on the GPU `there`, which may be where it was. Which GPUs it could open when it was suspended is tried, the likeliest
+    /// first: the driver refuses others without harm. Beside those that the lease knows these are its own alone, as if it had not been
+    /// moved, and all of the host's, as of a privileged container.
+    fn restore_one(&self, one: SuspendedProcess, there: &str) -> Result<(), CallError> {
         let restore = |pairs: &[String]| self.driver.carry_out(CheckpointCall::Restore, one, pairs);
-        if all.len() == 1 {
+        if self.knows_one_gpu() {
             return restore(&[]);
         }
-        let here = self.gpu();
-        let Some(there) = there else { return restore(&pairs(&all, here, here)) };
-        let knew = all
-            .iter()
-            .copied()
-            .filter(|uuid| *uuid != there || self.lease.known.iter().any(|known| known == uuid));
-        restore(&pairs(&knew.collect(), here, there)).or_else(|failed| {
-            let may_try =
-                failed.is_harmless() && self.state_of(one.process) == Some(ProcessState::Checkpointed);
-            if may_try { restore(&pairs(&all, here, there)) } else { Err(failed) }
-        })
+        let (here, all) = (self.gpu(), nodes::all_gpus(&self.lease));
+        let before = self.lease.known.iter().map(String::as_str).chain([here]).collect();
+        let [first, second] = if self.lease.is_arriving() { [before, all] } else { [all, before] };
+        let host = self.inventory.with_left_out();
+        let host = host.gpus().map(|gpu| gpu.uuid.as_str()).collect();
+        let mut tried = Vec::new();
+        let mut failed = None;
+        for opened in [first, second, BTreeSet::from([here]), host] {
+            if tried.contains(&opened) {
+                continue;
+            }
+            let Err(error) = restore(&pairs(&opened, here, there)) else { return Ok(()) };
+            if !error.is_harmless(true) || self.state_of(one.process) != Some(ProcessState::Checkpointed) {
+                return Err(error);
+            }
+            failed.get_or_insert(error);
+            tried.push(opened);
+        }
+        failed.map_or(Ok(()), Err)
     }
 
     /// The GPU on which its processes are, none of which is in host memory. Where a move has ended in the middle of several, those
@@ -653,10 +668,9 @@ impl<'a> Work<'a> {
             return Ok(here);
         }
         self.give_nodes().map_err(not_now)?;
-        let pairs = pairs(&nodes::all_gpus(&self.lease), &here, there);
         for one in moved {
-            let away = self.carry_out(CheckpointCall::Checkpoint, one, &[]);
-            away.and_then(|()| self.carry_out(CheckpointCall::Restore, one, &pairs)).map_err(not_now)?;
+            let away = self.carry_out(CheckpointCall::Checkpoint, one);
+            away.and_then(|()| named(one, self.restore_one(one, there))).map_err(not_now)?;
         }
         Ok(here)
     }

@@ -203,6 +203,11 @@ impl Lease {
         number.is_some_and(|number| !self.is_suspended() && (number > 0 || !self.is_arriving()))
     }
 
+    /// Whether it comes back on another device than the one that it was suspended on.
+    pub fn is_arriving(&self) -> bool {
+        self.suspension.as_ref().is_some_and(|own| own.step == SuspendStep::Arriving)
+    }
+
     /// Whether its container's GPU state is in host memory, so that it books nothing.
     pub fn is_suspended(&self) -> bool {
         let is_out = |step| matches!(step, SuspendStep::Suspended | SuspendStep::Adding);

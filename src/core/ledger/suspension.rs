@@ -178,11 +178,6 @@ impl Lease {
         }
     }
 
-    /// Whether it comes back on another device than the one that it was suspended on.
-    pub fn is_arriving(&self) -> bool {
-        self.suspension.as_ref().is_some_and(|own| own.step == SuspendStep::Arriving)
-    }
-
     /// The device to which it moves.
     pub fn destination(&self) -> Option<&str> {
         let moves = self.suspension.is_some() && self.devices.len() == 2;

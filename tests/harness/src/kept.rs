@@ -8,6 +8,10 @@ use serde_json::{Value, json};
 use crate::bundle::Finished;
 use crate::world::{World, eventually};
 
+/// For a shell in a container: prints the GPUs' nodes that it may open. The driver makes others where it may, which the device cgroup
+/// keeps closed.
+pub const OPEN_NODES: &str = "echo $(for n in /dev/nvidia[0-9]*; do case $( (exec 3<>$n) 2>&1 ) in *ermi*) ;; *) echo $n ;; esac; done)";
+
 /// The program.
 pub const KEEP: &[&str] = &["cuda-probe", "keep", "256", "600"];
 

@@ -289,5 +289,7 @@ fn is_permitted(pairs: &[(String, String)], then: &[String], now: &[String], top
     let (old, new): (BTreeSet<&String>, BTreeSet<&String>) =
         pairs.iter().map(|(old, new)| (old, new)).unzip();
     let is_exact = old == then.iter().collect() && new.is_subset(&now.iter().collect());
-    is_exact && new.len() == pairs.len() && pairs.iter().all(|(old, new)| name(old) == name(new))
+    is_exact
+        && [old.len(), new.len()] == [pairs.len(); 2]
+        && pairs.iter().all(|(old, new)| name(old) == name(new))
 }
