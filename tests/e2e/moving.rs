@@ -304,7 +304,8 @@ fn who_computes_on_a_gpu_that_it_has_for_the_time_of_a_step_is_ended() {
     let script = format!("CUDA_VISIBLE_DEVICES={} exec cuda-probe hold 60", gpu(0));
     let other = kept.exec_file(&["/bin/sh", "-c", &script], &["PATH=/bin:/usr/bin"]);
     assert!(!other.ok, "it was not ended: {other:?}");
-    let event = host.event("elsewhere").expect("told");
+    assert!(eventually(|| host.event("elsewhere").is_some()), "it is an event");
+    let event = host.event("elsewhere").expect("an event");
     assert_eq!((&event["action"], &event["container_id"]), (&json!("terminate"), &json!("kept")));
     kill_hanging(suspends);
     done(world, &["gc"]);
