@@ -80,6 +80,13 @@ fn it_goes_on_there_with_its_data_and_the_other_gpus_node() {
     let environment =
         kept.exec_file(&["/bin/sh", "-c", "echo $SUBLET_DEVICES $CUDA_VISIBLE_DEVICES"], &["PATH=/bin"]);
     assert_eq!(environment.stdout.trim(), format!("{} 0", gpu(2)));
+    let explained = done(&world, &["explain", "--container", "kept", "--format", "json"]);
+    let explained: Value = serde_json::from_str(&explained).expect("JSON");
+    let paths: Vec<&Value> =
+        explained["nodes"].as_array().expect("nodes").iter().map(|node| &node["path"]).collect();
+    assert!(paths.contains(&&json!("/dev/nvidia3")) && !paths.contains(&&json!("/dev/nvidia0")), "{paths:?}");
+    let variables = explained["environment"].as_array().expect("variables");
+    assert!(variables.contains(&json!(format!("SUBLET_DEVICES={}", gpu(2)))), "{variables:?}");
     // Its device cgroup is closed for the old one.
     let root = world.driver_root.as_ref().expect("simulated");
     let number = major(std::fs::metadata(root.join("dev/nvidia0")).expect("a node").rdev());
@@ -370,6 +377,13 @@ fn a_drained_gpus_containers_are_moved_and_those_that_stay_are_named() {
     }
     never.down();
     done(&world, &["drain", "0", "--move"]);
+    // One that is suspended is named, and stays so.
+    let out = on(&world, "1", "out", ALLOW, KEEP);
+    done(&world, &["suspend", "out"]);
+    let said = text(&world.sublet(&["drain", "1", "--move"]));
+    assert!(said.contains("container out stays: it is suspended"), "{said}");
+    assert!(out.kill("KILL").ok);
+    out.down();
     first.down();
     second.down();
     world.assert_empty();

@@ -256,6 +256,36 @@ fn a_start_says_meanwhile_who_is_being_suspended_for_it() {
 }
 
 #[test]
+fn a_start_for_which_there_is_no_more_time_is_refused_and_nobody_stays_out() {
+    if skip_unless_root() {
+        return;
+    }
+    let host = host("[suspend]\nat_least = \"0\"\nlimit = \"1s\"\n");
+    let world = &host.world;
+    let half = [("sublet.memory", "11GiB"), ("sublet.suspend", "allow")];
+    let [one, two] = ["one", "two"].map(|id| world.bundle(id, &half, KEEP));
+    for bundle in [&one, &two] {
+        bundle.up();
+        bundle.event("round");
+    }
+    // In percent: some five seconds for each of two.
+    std::fs::write(in_sim(world, "checkpoint-pace"), "500").expect("written");
+    let refused = world.bundle("second", MODEL, KEEP).create();
+    assert!(
+        !refused.ok && refused.stderr.contains("the time for it is over ([suspend] limit)"),
+        "{}",
+        refused.stderr
+    );
+    std::fs::remove_file(in_sim(world, "checkpoint-pace")).expect("removed");
+    for bundle in [one, two] {
+        comes_to(world, &bundle.id, "active");
+        assert_goes_on(&bundle);
+        bundle.down();
+    }
+    world.assert_empty();
+}
+
+#[test]
 fn a_start_that_is_killed_while_it_waits_leaves_nobody_out() {
     if skip_unless_root() {
         return;

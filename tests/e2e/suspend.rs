@@ -204,8 +204,12 @@ fn a_container_that_cannot_be_suspended_is_refused_before_anything_is_locked() {
     assert_goes_on(&stopped);
     stopped.down();
     assert_not_locked(&world);
-    let (reason, _) = refused(&world, &["suspend", "nobody"]);
-    assert_eq!(reason, "no-container");
+    let plain = world.bundle("plain", &[], &["/bin/sleep", "600"]);
+    plain.up();
+    for id in ["plain", "nobody"] {
+        assert_eq!(refused(&world, &["suspend", id]).0, "no-container", "{id}");
+    }
+    plain.down();
     world.assert_empty();
 }
 
@@ -693,20 +697,110 @@ fn a_worker_that_dies_while_it_is_being_suspended_leaves_nothing_suspended() {
     }
     let world = World::simulated("h200", "");
     let worker = restarting(&world);
-    std::fs::write(in_sim(&world, "checkpoint-pace"), "1000").expect("sim/checkpoint-pace");
-    std::fs::write(in_sim(&world, "trace"), "").expect("sim/trace");
-    let trace = || std::fs::read_to_string(in_sim(&world, "trace")).expect("sim/trace");
-    let (reason, why) = std::thread::scope(|scope| {
-        let suspend = scope.spawn(|| refused(&world, &["suspend", "worker"]));
-        assert!(eventually(|| trace().contains("cuCheckpointProcessCheckpoint")), "{}", trace());
-        kill_first(&suspension(&world));
-        suspend.join().expect("suspend")
-    });
-    // The driver's call may end before the process has.
-    assert!(reason == "suspend-undone", "{reason}: {why}");
-    assert_eq!(state(&world), "active");
-    assert_goes_on(&worker);
+    for slow in [SLOW_LOCK, SLOW_CHECKPOINT] {
+        let kill = || kill_first(&suspension(&world));
+        // The driver's call may end before the process has.
+        let (reason, why) = while_suspending(&world, "worker", slow, kill);
+        assert!(reason == "suspend-undone", "{}: {reason}: {why}", slow.0);
+        assert_eq!(state(&world), "active", "{}", slow.0);
+        assert_goes_on(&worker);
+    }
     worker.down();
+    world.assert_empty();
+}
+
+/// A call of the driver's that takes some seconds with so many percent of its time.
+type Slow = (&'static str, &'static str);
+const SLOW_LOCK: Slow = ("cuCheckpointProcessLock", "800000");
+const SLOW_CHECKPOINT: Slow = ("cuCheckpointProcessCheckpoint", "1000");
+
+/// The refusal of a suspension, where `meanwhile` happens in a call that takes long.
+fn while_suspending(
+    world: &World,
+    id: &str,
+    (call, pace): Slow,
+    meanwhile: impl FnOnce(),
+) -> (String, String) {
+    let (slow, traced) = (in_sim(world, "checkpoint-pace"), in_sim(world, "trace"));
+    std::fs::write(&slow, pace).expect("sim/checkpoint-pace");
+    std::fs::write(&traced, "").expect("sim/trace");
+    let trace = || std::fs::read_to_string(&traced).expect("sim/trace");
+    std::thread::scope(|scope| {
+        let suspend = scope.spawn(|| refused(world, &["suspend", id]));
+        assert!(eventually(|| trace().contains(call)), "{}", trace());
+        meanwhile();
+        std::fs::remove_file(&slow).expect("removed");
+        suspend.join().expect("suspend")
+    })
+}
+
+#[test]
+fn a_process_that_begins_to_compute_while_another_is_being_locked_leaves_both_on_the_gpu() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    let kept = kept(&world, "kept");
+    std::thread::scope(|scope| {
+        let mut new = None;
+        let (reason, why) = while_suspending(&world, "kept", SLOW_LOCK, || {
+            new = Some(scope.spawn(|| kept.exec(&["/usr/bin/cuda-probe", "keep", "512", "10"])));
+            assert!(eventually(|| world.status()["leases"][0]["used"]["processes"] == 2));
+        });
+        assert!(reason == "suspend-undone" && why.contains("took GPU memory meanwhile"), "{reason}: {why}");
+        let new = new.expect("begun").join().expect("exec");
+        assert!(new.ok && new.stdout.contains("\"round\""), "{new:?}");
+    });
+    assert_eq!(state(&world), "active");
+    assert_goes_on(&kept);
+    kept.down();
+    world.assert_empty();
+}
+
+/// Waits for the limit of the call, 24 s.
+#[test]
+fn a_process_that_is_stopped_while_its_memory_is_copied_goes_on_with_it() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    let kept = kept(&world, "kept");
+    let pid = Pid::from_raw(kept.pid());
+    let stop = || kill(pid, Signal::SIGSTOP).expect("it runs");
+    let (reason, why) = while_suspending(&world, "kept", SLOW_CHECKPOINT, stop);
+    assert!(reason == "suspend-stuck", "{reason}: {why}");
+    kill(pid, Signal::SIGCONT).expect("it is there");
+    done(&world, &["gc"]);
+    assert_eq!(state(&world), "active");
+    assert_goes_on(&kept);
+    kept.down();
+    world.assert_empty();
+}
+
+#[test]
+fn of_a_resume_and_a_start_at_once_one_has_the_room() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    let kept = kept(&world, "kept");
+    for round in 0..8 {
+        done(&world, &["suspend", "kept"]);
+        let share = [("sublet.memory", "130GiB"), ("sublet.mode", "time-slice")];
+        let large = world.bundle(&format!("large{round}"), &share, &["/bin/sleep", "600"]);
+        let (resumed, created) = std::thread::scope(|scope| {
+            let resumed = scope.spawn(|| world.sublet(&["resume", "kept"]));
+            let created = large.create();
+            (resumed.join().expect("resume"), created)
+        });
+        assert_ne!(resumed.status.success(), created.ok, "{}{}", text(&resumed), created.stderr);
+        large.down();
+        if !resumed.status.success() {
+            done(&world, &["resume", "kept"]);
+        }
+        assert_goes_on(&kept);
+    }
+    kept.down();
     world.assert_empty();
 }
 
@@ -789,14 +883,19 @@ fn a_gpu_with_a_suspended_container_keeps_its_mig_mode() {
     if skip_unless_root() {
         return;
     }
-    let world = World::simulated("h200", "");
+    let world = World::simulated("h200x8", "");
     let kept = kept(&world, "kept");
+    done(&world, &["move", "kept", "--gpu", "2"]);
     done(&world, &["suspend", "kept"]);
     let file = world.dir.path().join("mig.toml");
-    std::fs::write(&file, "[[gpu]]\nmatch = \"0\"\nmig = true\ninstances = [{ profile = \"1g.18gb\" }]\n")
-        .expect("written");
-    let output = world.sublet(&["mig", "apply", file.to_str().expect("UTF-8"), "--allow-reset"]);
-    assert!(!output.status.success() && text(&output).contains("suspended lease"), "{}", text(&output));
+    // The driver opens also the one that it was moved from.
+    for index in [0, 2] {
+        let layout =
+            format!("[[gpu]]\nmatch = \"{index}\"\nmig = true\ninstances = [{{ profile = \"1g.18gb\" }}]\n");
+        std::fs::write(&file, layout).expect("written");
+        let output = world.sublet(&["mig", "apply", file.to_str().expect("UTF-8"), "--allow-reset"]);
+        assert!(!output.status.success() && text(&output).contains("suspended lease"), "{}", text(&output));
+    }
     done(&world, &["resume", "kept"]);
     assert_goes_on(&kept);
     kept.down();

@@ -150,7 +150,9 @@ impl Gpu {
         for lease in &ledger.leases {
             let out = if lease.suspension.is_some() { "suspended " } else { "" };
             let who = || format!("{out}lease {} of container {}", lease.id, short_id(&lease.container.id));
-            for device in &lease.devices {
+            // The driver opens those that a suspended one has known as it brings it back.
+            let known = lease.known.iter().filter(|_| lease.suspension.is_some());
+            for device in lease.devices.iter().chain(known) {
                 if *device == self.uuid {
                     self.held.push(who());
                 }

@@ -46,6 +46,9 @@ pub(super) fn check_lease(lease: &Lease, inventory: &Inventory, force: bool) -> 
         _ if lease.devices.len() != 1 => {
             Some("it has several GPUs, and the driver loses a process that uses several")
         }
+        _ if lease.known.iter().filter_map(|uuid| inventory.device(uuid)).any(|gpu| gpu.mig_enabled) => Some(
+            "it was moved from a GPU that is in MIG mode now, and what the driver does then is not known",
+        ),
         _ => None,
     };
     if let Some(why) = why {
@@ -321,6 +324,11 @@ mod tests {
         assert_eq!(checked(Lease { daemon: server, ..allowed() }, true), "cannot-suspend");
         let two = vec!["GPU-0".into(), "GPU-1".into()];
         assert_eq!(checked(Lease { devices: two, ..allowed() }, true), "cannot-suspend");
+        let mut mig = host(vec![device(0), device(1)]);
+        mig.devices[1].mig_enabled = true;
+        let moved = Lease { known: vec!["GPU-1".into()], ..allowed() };
+        assert_eq!(word(check_lease(&moved, &mig, true)), "cannot-suspend");
+        assert_eq!(word(check_lease(&moved, &inventory, true)), "", "one that is gone");
         let mut old = inventory.clone();
         old.driver.version = "565.57.01".into();
         let error = check_lease(&allowed(), &old, true).unwrap_err();

@@ -342,23 +342,28 @@ mod tests {
     fn a_child_makes_no_call_for_a_process_that_has_ended() {
         let dir = tempfile::tempdir().unwrap();
         let me = Process::current().unwrap();
-        let call = |call: &str, owner: Process| {
+        let call = |call: &str, target: Process, owner: Process| {
             let arguments = Arguments {
                 call: call.into(),
                 library: dir.path().join("libcuda.so.1"),
                 lock: dir.path().join("suspend.lock"),
-                pid: me.pid,
-                start_time: me.start_time,
+                pid: target.pid,
+                start_time: target.start_time,
                 owner_pid: owner.pid,
                 owner_start_time: owner.start_time,
                 seconds: 1,
                 pairs: Vec::new(),
             };
-            make_call(&arguments).unwrap_err().to_string()
+            make_call(&arguments).map_err(|error| error.to_string())
         };
+        let gone = Process { pid: i32::MAX, start_time: 1 };
+        let of_another = Process { start_time: me.start_time + 1, ..me };
         for word in ["lock", BACK] {
-            assert!(call(word, me).contains("cannot be loaded"));
-            assert!(call(word, Process { pid: i32::MAX, start_time: 1 }).contains("has ended"));
+            assert!(call(word, me, me).unwrap_err().contains("cannot be loaded"));
+            assert!(call(word, me, gone).unwrap_err().contains("has ended"));
+            for target in [gone, of_another] {
+                assert_eq!(call(word, target, me), Ok(Some(ENDED.to_owned())));
+            }
         }
     }
 

@@ -178,13 +178,14 @@ pub fn run(text: &str, arguments: &Arguments, config: &Config) -> anyhow::Result
         let place = place_of(&lease.id, &ledger.waiters, &inventory, config);
         let away = why_kept_away(lease, (&inventory, &ledger, config));
         sections.push(held(lease, (place, away), names.of(lease), &mut document));
-        sections.push(limits(lease, &inventory.with_left_out(), &mut document));
+        let all = inventory.with_left_out();
+        sections.push(limits(lease, &all, &mut document));
         let (of_use, used) =
             used(lease, &inventory, &ledger, &usage::of_host(&ledger, &inventory, usage::SAMPLED, config));
         sections.push(of_use);
         document.used = Some(used);
         sections.extend(mps_server(lease, config, &mut document)?);
-        sections.extend(given(lease, is_remote, &mut document));
+        sections.extend(given(lease, is_remote, &all, &mut document));
     } else if let [last, earlier @ ..] = &found.ended[..] {
         sections.push(ended(*last, earlier, &mut document));
         // It, or another of its name: this is what its user looks for.
@@ -371,11 +372,11 @@ fn mps_server(lease: &Lease, config: &Config, document: &mut Document) -> anyhow
     Ok(Some(section("MPS server", rows)))
 }
 
-/// The nodes and variables in its config.json.
-fn given(lease: &Lease, is_remote: bool, document: &mut Document) -> Vec<Section> {
+/// The nodes and variables that it has: those in its config.json, with the GPU that it has moved to.
+fn given(lease: &Lease, is_remote: bool, inventory: &Inventory, document: &mut Document) -> Vec<Section> {
     let read = || -> Option<EditsShown> {
         let file = JsonFile::read(&lease.container.bundle.join("config.json")).ok()?;
-        edits_shown(&file.parse().ok()?)
+        edits_shown(&file.parse().ok()?).map(|edits| since_move(edits, lease, inventory))
     };
     let Some(edits) = names::is_own(lease, is_remote).then(read).flatten() else { return Vec::new() };
     let nodes =
@@ -386,6 +387,22 @@ fn given(lease: &Lease, is_remote: bool, document: &mut Document) -> Vec<Section
     document.nodes = Some(edits.nodes.into_iter().map(shown_node).collect());
     document.environment = Some(edits.environment);
     sections
+}
+
+/// `edits` of config.json, which stays as it is when a container moves, for the GPU that it has now.
+fn since_move(mut edits: EditsShown, lease: &Lease, inventory: &Inventory) -> EditsShown {
+    let Some(now) = lease.devices.first() else { return edits };
+    for old in &lease.known {
+        edits.environment.iter_mut().for_each(|entry| *entry = entry.replace(old.as_str(), now));
+        let [left, has] = [old, now].map(|uuid| inventory.device(uuid));
+        let (Some(left), Some(has)) = (left, has) else { continue };
+        for (left, has) in [(&left.nodes, &has.nodes), (&left.dri_nodes, &has.dri_nodes)] {
+            let Some(at) = edits.nodes.iter().position(|node| left.contains(node)) else { continue };
+            edits.nodes.retain(|node| !left.contains(node));
+            edits.nodes.splice(at..at, has.iter().cloned());
+        }
+    }
+    edits
 }
 
 /// Time, kind and text of the events of its leases, and of other events that name it.

@@ -325,8 +325,11 @@ mod tests {
     use std::fs::Permissions;
     use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _};
 
+    use nix::mount::{MsFlags, mount};
+    use nix::sched::{CloneFlags, unshare};
     use rustix::thread::{CapabilitySet, capabilities, set_capabilities};
 
+    use super::super::empty;
     use super::*;
 
     /// Runs `work` in a thread, because file system ids and capabilities belong to a thread.
@@ -371,6 +374,50 @@ mod tests {
         assert_eq!(mode(&dir.path().join(name)), 0o666);
     }
 
+    /// The host's side of a container that needs none of it.
+    fn host_side(root: &OwnedFd, owner: Option<(Uid, Gid)>) -> HostSide {
+        HostSide {
+            namespace: open_root(Path::new("/")).unwrap(),
+            rootfs: fstat(root).unwrap(),
+            proc: open_root(Path::new("/proc")).unwrap(),
+            owner,
+            nodes: Vec::new(),
+            mounts: Vec::new(),
+            masks: Vec::new(),
+        }
+    }
+
+    #[test]
+    fn what_is_hidden_from_a_running_container_is_shown_again() {
+        if !Uid::effective().is_root() {
+            return;
+        }
+        let dir = tempfile::tempdir().unwrap();
+        let of_gpu = dir.path().join("gpus/0000:18:00.0");
+        std::fs::create_dir_all(&of_gpu).unwrap();
+        std::fs::write(of_gpu.join("information"), "").unwrap();
+        in_a_thread(move || {
+            unshare(CloneFlags::CLONE_NEWNS).unwrap();
+            let none = None::<&str>;
+            mount(none, "/", none, MsFlags::MS_REC | MsFlags::MS_PRIVATE, none).unwrap();
+            let root = open_root(dir.path()).unwrap();
+            let host = host_side(&root, None);
+            let (rootfs, path) = (Rootfs::of(root, &host), Path::new("/gpus/0000:18:00.0"));
+            for _ in 0..2 {
+                assert!(!rootfs.is_covered(path) && of_gpu.join("information").exists());
+                rootfs.mask(&empty().unwrap(), path).unwrap();
+                assert!(rootfs.is_covered(path) && !of_gpu.join("information").exists());
+                rootfs.unmask(path).unwrap();
+                // As after a step that was cut short.
+                rootfs.unmask(path).unwrap();
+            }
+            let gone = Path::new("/gpus/0000:00:00.0");
+            rootfs.mask(&empty().unwrap(), gone).unwrap();
+            rootfs.unmask(gone).unwrap();
+            assert!(of_gpu.join("information").exists());
+        });
+    }
+
     #[test]
     fn a_node_is_taken_from_a_container_and_neither_from_the_host_nor_beyond_its_users_rights() {
         if !Uid::effective().is_root() {
@@ -385,15 +432,7 @@ mod tests {
         let remove = |owner, host| {
             let (node, root) = (node.clone(), open_root(dir.path()).unwrap());
             let removed = move || {
-                let host_side = HostSide {
-                    namespace: open_root(Path::new("/")).unwrap(),
-                    rootfs: fstat(&root).unwrap(),
-                    proc: open_root(Path::new("/proc")).unwrap(),
-                    owner,
-                    nodes: Vec::new(),
-                    mounts: Vec::new(),
-                    masks: Vec::new(),
-                };
+                let host_side = host_side(&root, owner);
                 Rootfs::of(root, &host_side).remove_node(&node, host).is_ok()
             };
             (in_a_thread(removed), path.exists())

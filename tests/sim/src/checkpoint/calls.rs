@@ -48,7 +48,7 @@ fn ask(library: &Path, root: Option<&Root>, pid: i32, call: Call) -> Answer<Stat
     let door = door::find(&tag, pid)?;
     let ask = match call {
         Call::Checkpoint | Call::Restore(_) => Ask::seen_from_here(call, &tag, root, pid),
-        _ => Ask { call, used_mib: BTreeMap::new(), host_mib: None, pace: 100 },
+        _ => Ask { call, used_mib: BTreeMap::new(), host_mib: None, pace: pace(root) },
     };
     let (near, far) = Conn::pair().map_err(|_| OPERATING_SYSTEM)?;
     door.send_with(&ask, &far).map_err(|_| OPERATING_SYSTEM)?;
@@ -68,10 +68,14 @@ impl Ask {
             *used_mib.entry(held.on.minor).or_default() += held.mib;
         }
         let groups = fs::read_to_string(format!("/proc/{pid}/cgroup")).unwrap_or_default();
-        let pace = root.and_then(|root| fs::read_to_string(root.join("sim/checkpoint-pace")).ok());
-        let pace = pace.and_then(|pace| pace.trim().parse().ok()).unwrap_or(100);
-        Self { call, used_mib, host_mib: left(Path::new("/sys/fs/cgroup"), &groups), pace }
+        Self { call, used_mib, host_mib: left(Path::new("/sys/fs/cgroup"), &groups), pace: pace(root) }
     }
+}
+
+/// Percent of the measured times.
+fn pace(root: Option<&Root>) -> u64 {
+    let pace = root.and_then(|root| fs::read_to_string(root.join("sim/checkpoint-pace")).ok());
+    pace.and_then(|pace| pace.trim().parse().ok()).unwrap_or(100)
 }
 
 /// MiB that these cgroups (`/proc/PID/cgroup`) and those above them leave, of v2, or of v1's hierarchy for memory.

@@ -8,7 +8,7 @@
 //! - `sim/fail` and `sim/trace` count and record these calls, too (`nvml::faults`). The codes are those of `CUresult`; a
 //!   call that fails with 999, `CUDA_ERROR_UNKNOWN`, leaves the process in the state `FAILED`, and `hang` in place of a
 //!   code is a call that never returns.
-//! - `sim/checkpoint-pace`: the times of checkpoints and restores, in percent of those that were measured.
+//! - `sim/checkpoint-pace`: the times of the calls, in percent of those that were measured.
 
 pub mod calls;
 pub(crate) mod door;
