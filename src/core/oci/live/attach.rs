@@ -388,7 +388,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_hidden_from_a_running_container_is_shown_again() {
+    fn a_directory_is_hidden_from_a_running_container_and_shown_again() {
         if !Uid::effective().is_root() {
             return;
         }
@@ -401,7 +401,9 @@ mod tests {
             let none = None::<&str>;
             mount(none, "/", none, MsFlags::MS_REC | MsFlags::MS_PRIVATE, none).unwrap();
             let root = open_root(dir.path()).unwrap();
-            let host = host_side(&root, None);
+            // The thread alone has the new mount namespace.
+            std::os::unix::fs::symlink("/proc/thread-self", dir.path().join("self")).unwrap();
+            let host = HostSide { proc: open_root(dir.path()).unwrap(), ..host_side(&root, None) };
             let (rootfs, path) = (Rootfs::of(root, &host), Path::new("/gpus/0000:18:00.0"));
             for _ in 0..2 {
                 assert!(!rootfs.is_covered(path) && of_gpu.join("information").exists());
