@@ -335,6 +335,46 @@ fn what_a_gpu_tells_is_a_warning_or_keeps_leases_away() {
     world.assert_empty();
 }
 
+/// As at a boot, or after the service did not run for a while.
+#[test]
+fn a_fault_that_was_there_before_the_service_keeps_the_first_container_away() {
+    if skip_unless_root() {
+        return;
+    }
+    let mut host = two_users::host("h200x8");
+    let root = host.world.driver_root.clone().expect("simulated");
+    let tell = |text: &str| std::fs::write(root.join("sim/health"), text).expect("written");
+    assert!(host.world.sublet(&["refresh"]).status.success());
+    tell("3 145 1\n");
+    host.start();
+    // It answers when it has looked.
+    let asked = host.command(ALICE, "sublet").arg("status").output().expect("it runs");
+    assert!(asked.status.success(), "{asked:?}");
+    let world = &host.world;
+    assert_eq!(state(world, 3), json!("unhealthy"), "{}", said(world, &["status"]));
+    let late = world.bundle("late", &share("3"), HOLD).create();
+    assert!(!late.ok && late.stderr.contains("a faulty row of its memory cannot be replaced"), "{late:?}");
+    let all = world.bundle("all", &share("any:7"), HOLD);
+    all.up();
+    let sick = world.status()["devices"][3]["uuid"].clone();
+    let leases = world.leases();
+    assert!(leases.len() == 7 && leases.iter().all(|lease| lease["device"] != sick), "{leases:?}");
+    all.down();
+    drop(all);
+    tell("");
+    assert!(undrain_healthy(world).0);
+    assert_eq!(state(world, 3), json!("ok"));
+    host.stop();
+    // The driver asks for a reset.
+    tell("3 144 1\n");
+    host.start();
+    let world = &host.world;
+    assert!(eventually(|| state(world, 3) == "unhealthy"), "{}", said(world, &["status"]));
+    reset(world);
+    assert!(eventually(|| state(world, 3) == "ok"), "{}", said(world, &["status"]));
+    world.assert_empty();
+}
+
 fn reset(world: &World) {
     let smi = world.driver_root.as_ref().expect("simulated").join("usr/bin/nvidia-smi");
     let reset = std::process::Command::new(smi).args(["-i", "3", "--gpu-reset"]).output().expect("it runs");

@@ -90,8 +90,8 @@ pub fn serve(config: &Config) -> anyhow::Result<()> {
         Epoll::new(EpollCreateFlags::EPOLL_CLOEXEC).map_err(io::Error::from).context("epoll_create")?;
     let pool = Pool::start(&wake).context("threads")?;
     guard::start().context("threads")?;
-    retry::start(Store::open(&config.state_dir)?).context("threads")?;
     health::start(config).context("threads")?;
+    retry::start(Store::open(&config.state_dir)?).context("threads")?;
     accounting::start().context("threads")?;
     let server = Server {
         epoll,

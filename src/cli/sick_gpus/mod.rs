@@ -13,9 +13,10 @@ use nix::fcntl::{Flock, FlockArg};
 use serde::{Deserialize, Serialize};
 
 use sublet_core::config::Config;
-use sublet_core::events::Event;
+use sublet_core::events::{Event, Kind};
 use sublet_core::fs::{open_lock, put_aside, read_trusted, replace};
 use sublet_core::inventory::{Device, LeftOut};
+use sublet_core::ledger::{Lease, lease_event};
 use sublet_core::process;
 use sublet_core::text::{safe, safe_path, timestamp};
 
@@ -109,6 +110,26 @@ impl Records {
         left_out.sort_by_key(|gone| gone.gpu.index);
         (devices, left_out)
     }
+
+    /// Keeps those of `events` that are of leases: the newest, of each user and of all.
+    pub fn keep(&mut self, events: &[Event]) {
+        for event in events.iter().filter(|event| !event.lease.is_empty()) {
+            self.events.push(event.clone());
+            let own: Vec<usize> =
+                (0..self.events.len()).filter(|at| self.events[*at].uid == event.uid).collect();
+            if own.len() > EVENTS_OF_ONE {
+                self.events.remove(own[0]);
+            } else if self.events.len() > EVENTS {
+                self.events.remove(0);
+            }
+        }
+    }
+}
+
+/// That a GPU, or a lease on it, has something.
+pub(crate) fn event(kind: Kind, lease: Option<&Lease>, gpu: &Device, reason: &str, text: &str) -> Event {
+    let own = lease.map_or_else(|| Event::now(kind), |lease| lease_event(kind, lease));
+    Event { devices: vec![gpu.uuid.clone()], reason: reason.to_owned(), text: text.to_owned(), ..own }
 }
 
 /// The records of this boot; empty if there are none. If nobody can make sense of the file, every GPU is sick.
@@ -166,24 +187,12 @@ pub(crate) fn mark(uuid: &str, fault: Sick, config: &Config) -> io::Result<bool>
     })
 }
 
-/// Keeps those of `events` that are of leases: the newest, of each user and of all.
+/// As [`Records::keep`].
 ///
 /// # Errors
 /// As [`change`].
 pub(crate) fn keep_events(events: &[Event], config: &Config) -> io::Result<()> {
-    let keep = |records: &mut Records| {
-        for event in events.iter().filter(|event| !event.lease.is_empty()) {
-            records.events.push(event.clone());
-            let own: Vec<usize> =
-                (0..records.events.len()).filter(|at| records.events[*at].uid == event.uid).collect();
-            if own.len() > EVENTS_OF_ONE {
-                records.events.remove(own[0]);
-            } else if records.events.len() > EVENTS {
-                records.events.remove(0);
-            }
-        }
-    };
-    change(config, keep)
+    change(config, |records| records.keep(events))
 }
 
 /// Notes that a GPU was reset. Returns whether that makes it well.
@@ -229,7 +238,6 @@ pub(crate) fn file(config: &Config) -> PathBuf {
 
 #[cfg(test)]
 mod tests {
-    use sublet_core::events::Kind;
     use sublet_core::inventory::MigDevice;
 
     use super::*;

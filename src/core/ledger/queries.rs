@@ -86,6 +86,15 @@ impl Ledger {
         self.leases.iter().filter(move |lease| lease.devices.iter().any(|uuid| uuid == device))
     }
 
+    /// Leases on `gpu` (a UUID) and on its MIG devices.
+    pub fn on_gpu<'a>(&'a self, gpu: &str) -> impl Iterator<Item = &'a Lease> {
+        let is_on = move |lease: &&Lease| {
+            lease.devices.iter().any(|uuid| uuid == gpu)
+                || lease.mig_devices.iter().any(|part| part.gpu == gpu)
+        };
+        self.leases.iter().filter(is_on)
+    }
+
     /// Whether `lease` is booked with the lease of the job that its container runs in.
     pub fn is_booked_with_job(&self, lease: &Lease) -> bool {
         lease.within.as_ref().is_some_and(|job| self.lease(job).is_some())

@@ -1,15 +1,17 @@
 //! Watches the health of GPUs: Xids in the kernel's log, NVML's events of GPUs with leases, and the driver's answers about those
-//! when it is asked ([`gpu_state`]). The log alone names the process that an Xid is about, and has each; of several, NVML tells
-//! the last one (nvml.h, `nvmlEventSetWait_v2`).
+//! when it is asked ([`gpu_state`]): every GPU once when the service starts and after a refresh, and from time to time those with
+//! leases. The log alone names the process that an Xid is about, and has each; of several, NVML tells the last one (nvml.h,
+//! `nvmlEventSetWait_v2`).
 //!
-//! Without leases NVML is closed, so that idle GPUs are not kept awake; and while a MIG layout is changed, because an open NVML
-//! prevents a reset. The log is read by a thread of its own, which asks NVML nothing: the driver may hang with a sick GPU, and
+//! Else, without leases, NVML is closed, so that idle GPUs are not kept awake; and while a MIG layout is changed, because an open
+//! NVML prevents a reset. The log is read by a thread of its own, which asks NVML nothing: the driver may hang with a sick GPU, and
 //! then it says so.
 
 mod gpu_state;
 mod reporter;
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::mpsc::{self, Sender};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 use std::{io, thread};
@@ -23,9 +25,9 @@ use crate::cached_files::Kept;
 use crate::probe;
 use crate::sick_gpus::kernel_log::{KernelLog, Xid};
 use crate::sick_gpus::xid::{RECOVERY_CHANGED, is_program_error};
-use crate::sick_gpus::{self, Records};
+use crate::sick_gpus::{self, Records, event};
 use gpu_state::GpuState;
-use reporter::{Reporter, event, mark_sick, note_reset, on_gpu};
+use reporter::{Reporter, mark_sick, note_reset};
 use sublet_core::config::Config;
 use sublet_core::events::Kind;
 use sublet_core::inventory::{self, Device, Inventory};
@@ -41,6 +43,10 @@ const MOST_EVENTS: usize = 64;
 /// The time between two looks at a GPU's state.
 const PERIOD: Duration = Duration::from_secs(10);
 
+/// How long the service's start waits at most until every GPU has been asked: the engines, which wait for that, start no container
+/// on one that had a fault before. A driver that hangs keeps them no longer.
+const FIRST_LOOK: Duration = Duration::from_secs(20);
+
 /// NVML that answers nothing for so long is told of.
 const SILENT: Duration = Duration::from_secs(60);
 
@@ -48,15 +54,16 @@ const SILENT: Duration = Duration::from_secs(60);
 const SILENCE: &str =
     "the driver has not answered for a minute, so its health is not looked at; see the kernel's log";
 
-/// Starts the threads; they end with the process.
+/// Starts the threads, which end with the process, and waits until every GPU has been asked, for [`FIRST_LOOK`] at most.
 ///
 /// # Errors
 /// There are too many threads.
 pub(super) fn start(config: &Config) -> io::Result<()> {
     let mut log = LogReader::new(config.clone());
     let (config, has_log, asking) = (config.clone(), log.log.is_some(), Arc::clone(&log.asking));
+    let (starting, asked) = mpsc::channel();
     let watch = move || {
-        let mut watcher = Watcher { config, has_log, asking, ..Watcher::default() };
+        let mut watcher = Watcher { config, has_log, asking, starting: Some(starting), ..Watcher::default() };
         loop {
             watcher.watch();
         }
@@ -66,7 +73,10 @@ pub(super) fn start(config: &Config) -> io::Result<()> {
     };
     let named = |name: &str| thread::Builder::new().name(name.to_owned());
     named("kernel-log").spawn(read)?;
-    named("health").spawn(watch).map(drop)
+    named("health").spawn(watch)?;
+    // Nothing is sent: the watcher drops its end.
+    let _ = asked.recv_timeout(FIRST_LOOK);
+    Ok(())
 }
 
 /// What NVML is asked.
@@ -131,14 +141,19 @@ struct Watcher {
     states: BTreeMap<String, (Instant, GpuState)>,
     /// The GPUs of which NVML registers no events. Each is reported once.
     without_events: BTreeSet<String>,
-    /// When a GPU without leases was asked last whether it was reset.
+    /// The inventory (`probed_at`) of which each GPU was asked last, by UUID: after a refresh, each is asked once.
+    asked: BTreeMap<String, u64>,
+    /// When a GPU without leases was asked last.
     looked: Option<Instant>,
+    /// Until every GPU has been asked for the first time.
+    starting: Option<Sender<()>>,
 }
 
 impl Watcher {
     /// Watches until other GPUs are to be watched. NVML is open no longer than that.
     fn watch(&mut self) {
-        let ((gpus, is_look), began) = (self.wanted(), Instant::now());
+        let ((gpus, is_look, probed_at), began) = (self.wanted(), Instant::now());
+        self.asked.extend(gpus.iter().map(|gpu| (gpu.uuid.clone(), probed_at)));
         note(&self.config, |records| {
             records.warnings.retain(|uuid, _| gpus.iter().any(|gpu| gpu.uuid == *uuid));
         });
@@ -149,8 +164,19 @@ impl Watcher {
             .iter()
             .filter_map(|gpu| Some((gpu, nvml.as_ref()?.0.device_by_pci_bus_id(&*gpu.bus_id).ok()?)))
             .collect();
-        let sets = nvml.as_ref().map(|(nvml, _)| self.register(nvml, &devices)).unwrap_or_default();
+        let watched = nvml.as_ref().filter(|_| !is_look);
+        let sets = watched.map(|(nvml, _)| self.register(nvml, &devices)).unwrap_or_default();
         loop {
+            for (gpu, device) in &devices {
+                self.look(gpu, device);
+            }
+            self.note_answer(&gpus);
+            self.starting = None;
+            // A look is over at once: an open NVML prevents a reset.
+            if is_look {
+                self.looked = Some(Instant::now());
+                return;
+            }
             thread::sleep(ROUND);
             let events: Vec<_> = sets.iter().map(take_events).collect();
             for xid in events.iter().flatten().flatten() {
@@ -159,17 +185,8 @@ impl Watcher {
                     self.reporter.act_on(xid, &self.config);
                 }
             }
-            for (gpu, device) in &devices {
-                self.look(gpu, device);
-            }
-            self.note_answer(&gpus);
-            // A look for a reset is over after a round: an open NVML prevents that.
-            if is_look {
-                self.looked = Some(Instant::now());
-                return;
-            }
             let failed = events.iter().any(Result::is_err) || devices.len() < gpus.len();
-            let ((now, _), is_late) = (self.wanted(), began.elapsed() > PERIOD);
+            let ((now, ..), is_late) = (self.wanted(), began.elapsed() > PERIOD);
             if now.is_empty() != gpus.is_empty() || is_late && (failed || now != gpus) {
                 return;
             }
@@ -204,9 +221,9 @@ impl Watcher {
         *self.asking.lock().unwrap_or_else(PoisonError::into_inner) = Asking { gpus, answered };
     }
 
-    /// The GPUs with leases and, from time to time, those that wait for a reset; and whether there is one of these. None while
-    /// a MIG layout is changed.
-    fn wanted(&mut self) -> (Vec<Device>, bool) {
+    /// The GPUs with leases and, from time to time, those that wait for a reset or were not asked since the last refresh; whether
+    /// there is one of these; and the inventory that they are of (`probed_at`). None while a MIG layout is changed.
+    fn wanted(&mut self) -> (Vec<Device>, bool, u64) {
         let config = &self.config;
         let read = || Store::open(&config.state_dir).and_then(|store| store.read());
         let ledger = self.ledger.get(&config.state_dir.join("ledger.json"), read);
@@ -220,11 +237,13 @@ impl Watcher {
         // A look opens NVML anew, and without the log the Xids of leased GPUs would be lost meanwhile.
         let may_look = self.has_log || ledger.leases.is_empty();
         let is_due = may_look && self.looked.is_none_or(|at| at.elapsed() >= PERIOD);
-        let is_leased = |gpu: &Device| on_gpu(&gpu.uuid, &ledger).next().is_some();
-        let waits = |gpu: &Device| is_due && sick.asked().any(|uuid| *uuid == gpu.uuid);
-        let gpus: Vec<Device> = known.gpus().filter(|gpu| is_leased(gpu) || waits(gpu)).cloned().collect();
+        let is_leased = |gpu: &Device| ledger.on_gpu(&gpu.uuid).next().is_some();
+        let is_new = |gpu: &Device| self.asked.get(&gpu.uuid) != Some(&known.probed_at);
+        let waits = |gpu: &Device| is_new(gpu) || sick.asked().any(|uuid| *uuid == gpu.uuid);
+        let is_wanted = |gpu: &&Device| is_leased(gpu) || is_due && waits(gpu);
+        let gpus: Vec<Device> = known.gpus().filter(is_wanted).cloned().collect();
         let is_look = !gpus.iter().all(is_leased);
-        (gpus, is_look)
+        (gpus, is_look, known.probed_at)
     }
 
     /// Asks for a GPU's state, where it is due.
@@ -242,8 +261,12 @@ impl Watcher {
         for (word, text) in &warnings {
             self.reporter.emit_once(event(Kind::Warned, None, gpu, word, text), &self.config);
         }
-        let warnings = warnings.into_iter().map(|(_, text)| text.to_owned()).collect();
-        note(&self.config, |records| _ = records.warnings.insert(gpu.uuid.clone(), warnings));
+        let warnings: Vec<String> = warnings.into_iter().map(|(_, text)| text.to_owned()).collect();
+        // Of a GPU that is well nothing is written.
+        note(&self.config, |records| {
+            records.warnings.remove(&gpu.uuid);
+            records.warnings.extend((!warnings.is_empty()).then(|| (gpu.uuid.clone(), warnings)));
+        });
         match state.fault() {
             Some((what, remedy, asked)) => mark_sick(gpu, what, remedy, asked, &self.config),
             None if was_asked && state.needs_no_reset() => note_reset(gpu, &self.config),
@@ -349,14 +372,38 @@ mod tests {
     }
 
     #[test]
+    fn every_gpu_is_asked_once_when_the_service_starts_and_after_a_refresh() {
+        let (_dir, config) = of_two();
+        let (starting, asked) = mpsc::channel();
+        let mut watcher =
+            Watcher { config: config.clone(), has_log: true, starting: Some(starting), ..Watcher::default() };
+        watcher.watch();
+        assert_eq!(asked.try_recv(), Err(mpsc::TryRecvError::Disconnected), "the start goes on");
+        let mut wanted = || {
+            watcher.looked = None;
+            let (gpus, is_look, _) = watcher.wanted();
+            (gpus.len(), is_look)
+        };
+        assert_eq!(wanted(), (1, false), "the one with a lease");
+        let later = Inventory { probed_at: 1, ..host(vec![device(0), device(1)]) };
+        inventory::store(&config, &later, SystemTime::now()).unwrap();
+        assert_eq!(wanted(), (2, true));
+        Store::open(&config.state_dir).unwrap().change(|ledger| ledger.leases.clear()).unwrap();
+        assert_eq!(wanted(), (2, true));
+        watcher.watch();
+        assert_eq!(watcher.wanted(), (Vec::new(), false, 1), "NVML is closed");
+    }
+
+    #[test]
     fn one_that_waits_for_a_reset_is_asked_from_time_to_time_beside_leases() {
         let (_dir, config) = of_two();
         let fault = sick_gpus::Sick::now("bad".to_owned(), "reset it".to_owned(), true);
         sick_gpus::mark("GPU-1", fault, &config).unwrap();
-        let mut watcher = Watcher { config, has_log: true, ..Watcher::default() };
+        let asked = ["GPU-0", "GPU-1"].map(|gpu| (gpu.to_owned(), 0_u64)).into();
+        let mut watcher = Watcher { config, asked, ..Watcher::default() };
         let mut wanted = |looked, has_log| {
             (watcher.looked, watcher.has_log) = (looked, has_log);
-            let (gpus, is_look) = watcher.wanted();
+            let (gpus, is_look, _) = watcher.wanted();
             (gpus.into_iter().map(|gpu| gpu.index).collect::<Vec<_>>(), is_look)
         };
         assert_eq!(wanted(None, true), (vec![0, 1], true));

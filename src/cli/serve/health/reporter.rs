@@ -8,11 +8,11 @@ use crate::probe::describe;
 use crate::refresh::leave_out_sick;
 use crate::sick_gpus::kernel_log::Xid;
 use crate::sick_gpus::xid::{self, RECOVERY_CHANGED, Remedy, describe_recovery, is_fault, is_program_error};
-use crate::sick_gpus::{self, Sick};
+use crate::sick_gpus::{self, Sick, event};
 use sublet_core::config::Config;
 use sublet_core::events::{self, Event, Kind};
 use sublet_core::inventory::{self, Device, GpuProcess};
-use sublet_core::ledger::{Lease, Ledger, MpsDaemon, Store, lease_event};
+use sublet_core::ledger::{Lease, Ledger, MpsDaemon, Store};
 use sublet_core::process::Process;
 use sublet_core::text::{safe, safe_long};
 
@@ -95,12 +95,6 @@ fn emit(events: &[Event], config: &Config) {
     let _ = kept.inspect_err(|error| tracing::warn!("health.json: {error}"));
 }
 
-/// That a GPU, or a lease on it, has something.
-pub(super) fn event(kind: Kind, lease: Option<&Lease>, gpu: &Device, reason: &str, text: &str) -> Event {
-    let own = lease.map_or_else(|| Event::now(kind), |lease| lease_event(kind, lease));
-    Event { devices: vec![gpu.uuid.clone()], reason: reason.to_owned(), text: text.to_owned(), ..own }
-}
-
 /// Of an Xid by which the driver asks for another recovery than before, as `GPU recovery action changed from 0x0 (None) to 0x2
 /// (Node Reboot Required)`: the action; one that nobody knows, where the text has none.
 fn asked_recovery(xid: &Xid) -> Option<u64> {
@@ -112,7 +106,7 @@ fn asked_recovery(xid: &Xid) -> Option<u64> {
 /// Of a process that is not seen, the only one on the GPU, or those of the GPU's MPS server where all use that.
 fn leases_of<'l>(seen: Option<&(Process, GpuProcess)>, gpu: &str, ledger: &'l Ledger) -> Vec<&'l Lease> {
     let Some((process, seen)) = seen else {
-        let all: Vec<&Lease> = on_gpu(gpu, ledger).collect();
+        let all: Vec<&Lease> = ledger.on_gpu(gpu).collect();
         let shares = |lease: &&Lease| lease.daemon.is_some() && lease.daemon == all[0].daemon;
         return if all.len() == 1 || all.iter().all(shares) { all } else { Vec::new() };
     };
@@ -124,14 +118,6 @@ fn leases_of<'l>(seen: Option<&(Process, GpuProcess)>, gpu: &str, ledger: &'l Le
         Some(daemon) => ledger.on_daemon(daemon).collect(),
         None => own.into_iter().collect(),
     }
-}
-
-/// The leases on `gpu` (a UUID) and on its MIG devices.
-pub(super) fn on_gpu<'l>(gpu: &str, ledger: &'l Ledger) -> impl Iterator<Item = &'l Lease> {
-    let is_on = move |lease: &&Lease| {
-        lease.devices.iter().any(|uuid| uuid == gpu) || lease.mig_devices.iter().any(|part| part.gpu == gpu)
-    };
-    ledger.leases.iter().filter(is_on)
 }
 
 /// From now on the GPU takes no new lease. Its containers get an event.
@@ -147,7 +133,7 @@ pub(super) fn mark_sick(gpu: &Device, what: &str, remedy: Remedy, asked: bool, c
     let _ = leave_out_sick(config).inspect_err(|error| tracing::warn!("inventory.json: {error}"));
     let ledger = Store::open(&config.state_dir).and_then(|store| store.read()).unwrap_or_default();
     let warning = |lease| event(Kind::Warned, Some(lease), gpu, "unhealthy", &text);
-    emit(&on_gpu(&gpu.uuid, &ledger).map(warning).collect::<Vec<_>>(), config);
+    emit(&ledger.on_gpu(&gpu.uuid).map(warning).collect::<Vec<_>>(), config);
 }
 
 /// The driver asks for no reset any more. If that makes the GPU well, it is served again from the next look for GPUs that answer
