@@ -351,6 +351,13 @@ fn a_sick_gpu_is_named_and_the_others_are_served_and_guarded() {
     let told =
         |kind: &str| events.lines().filter(|line| line.contains(&format!("\"kind\":\"{kind}\""))).count();
     assert_eq!((told("gpu-lost"), told("gpu-back")), (5, 5), "{events}");
+    let parsed = events.lines().map(|line| serde_json::from_str::<Value>(line).expect("JSON"));
+    let is_warning = |event: &Value| {
+        let text = event["text"].as_str().unwrap_or_default();
+        event["kind"] == "warned" && text.starts_with("GPU 3 is left out: ")
+    };
+    let warned: Vec<Value> = parsed.filter(is_warning).map(|event| event["container_id"].clone()).collect();
+    assert_eq!(warned, vec![json!("third"); 5], "{events}");
     third.down();
     first.down();
     let again = world.bundle("again", &share("3"), HOLD);

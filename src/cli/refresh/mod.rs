@@ -8,13 +8,13 @@ use anyhow::Context as _;
 use nix::fcntl::{Flock, FlockArg};
 
 use crate::probe;
-use crate::sick_gpus::{self, Records};
+use crate::sick_gpus::{self, Records, event};
 use crate::terminal::warn;
 use sublet_core::config::Config;
 use sublet_core::events::{self, Event, Kind};
 use sublet_core::fs::{make_trusted_directory, open_lock};
 use sublet_core::inventory::{self, Device, Inventory, InventoryError, LeftOut};
-use sublet_core::ledger::{MigChanges, Store};
+use sublet_core::ledger::{Lease, Ledger, MigChanges, Store};
 use sublet_core::process::child::{self, ChildError};
 use sublet_core::text::safe;
 
@@ -54,8 +54,12 @@ pub fn refresh(config: &Config) -> anyhow::Result<Inventory> {
 
 /// A ledger that cannot be read has count zero, and so has the one that is rebuilt from it.
 fn mig_changes(config: &Config) -> MigChanges {
-    let ledger = Store::open(&config.state_dir).and_then(|store| store.read());
-    ledger.map(|ledger| ledger.mig).unwrap_or_default()
+    read_ledger(config).mig
+}
+
+/// One that cannot be read counts as empty.
+fn read_ledger(config: &Config) -> Ledger {
+    Store::open(&config.state_dir).and_then(|store| store.read()).unwrap_or_default()
 }
 
 fn refresh_asked(
@@ -84,14 +88,14 @@ fn refresh_asked(
 /// wait for a refresh may write, too: the later one leaves out what is sick by then, and loses nothing of the earlier one's.
 fn store(
     mut inventory: Inventory,
-    sick: &Records,
+    sick: &mut Records,
     began: SystemTime,
     config: &Config,
 ) -> anyhow::Result<Inventory> {
     let before = inventory::last(config).map(|before| before.left_out).unwrap_or_default();
     (inventory.devices, inventory.left_out) = sick.leave_out(inventory.devices, inventory.left_out);
     inventory::store(config, &inventory, began)?;
-    tell(&before, &inventory, config);
+    tell(&before, &inventory, sick, config);
     Ok(inventory)
 }
 
@@ -110,21 +114,27 @@ pub(crate) fn leave_out_sick(config: &Config) -> anyhow::Result<()> {
     })?
 }
 
-/// Tells which GPUs are left out since `before`, and which are served again.
-fn tell(before: &[LeftOut], now: &Inventory, config: &Config) {
+/// Tells which GPUs are left out since `before`, and which are served again. Containers on one that is lost or does not answer are
+/// warned; those on one of the `sick` are by whoever marked it.
+fn tell(before: &[LeftOut], now: &Inventory, sick: &mut Records, config: &Config) {
     let is_in =
         |list: &[LeftOut], gone: &LeftOut| list.iter().any(|other| other.gpu.bus_id == gone.gpu.bus_id);
-    let event = |kind, gone: &LeftOut, text: String| Event {
-        devices: vec![gone.gpu.uuid.clone()],
-        reason: if kind == Kind::GpuLost { gone.state().to_owned() } else { String::new() },
-        text,
-        ..Event::now(kind)
+    let of = |kind, lease: Option<&Lease>, gone: &LeftOut| {
+        event(kind, lease, &gone.gpu, gone.state(), &gone.sentence())
     };
-    let lost = now.left_out.iter().filter(|gone| !is_in(before, gone));
-    let lost = lost.map(|gone| event(Kind::GpuLost, gone, gone.sentence()));
-    let back = before.iter().filter(|gone| !is_in(&now.left_out, gone));
-    let back = back.map(|gone| event(Kind::GpuBack, gone, format!("{} is served again", gone.gpu.label())));
-    events::emit(&config.state_dir, &lost.chain(back).collect::<Vec<_>>());
+    let lost: Vec<&LeftOut> = now.left_out.iter().filter(|gone| !is_in(before, gone)).collect();
+    let silent: Vec<&LeftOut> =
+        lost.iter().copied().filter(|gone| sick.fault(&gone.gpu.uuid).is_none()).collect();
+    let ledger = if silent.is_empty() { Ledger::default() } else { read_ledger(config) };
+    let leases = silent.iter().flat_map(|gone| ledger.on_gpu(&gone.gpu.uuid).map(move |lease| (lease, gone)));
+    let warned: Vec<Event> = leases.map(|(lease, gone)| of(Kind::Warned, Some(lease), gone)).collect();
+    // Also for users without root.
+    sick.keep(&warned);
+    let lost = lost.into_iter().map(|gone| of(Kind::GpuLost, None, gone));
+    let back = before.iter().filter(|gone| !is_in(&now.left_out, gone)).map(|gone| {
+        event(Kind::GpuBack, None, &gone.gpu, "", &format!("{} is served again", gone.gpu.label()))
+    });
+    events::emit(&config.state_dir, &lost.chain(warned).chain(back).collect::<Vec<_>>());
 }
 
 /// Waits for a running refresh.
@@ -194,6 +204,7 @@ fn load_modules() {
 #[cfg(test)]
 mod tests {
     use sublet_core::inventory::{Driver, Majors, SCHEMA};
+    use sublet_core::ledger::fixture::lease;
 
     use super::*;
 
@@ -283,6 +294,38 @@ mod tests {
         assert_eq!(served(), 0);
         let emitted = events::read_ring(&config.state_dir);
         assert_eq!(emitted.iter().filter(|event| event.kind == Kind::GpuLost).count(), 1, "{emitted:?}");
+    }
+
+    #[test]
+    fn the_containers_of_a_gpu_that_is_lost_are_warned_once_and_their_users_see_it() {
+        let (_root, config) = root();
+        let refresh = |is_lost| {
+            let found = |config: &Config| -> anyhow::Result<Inventory> {
+                let gpu = |number: u32| Device {
+                    uuid: format!("GPU-{number}"),
+                    bus_id: number.to_string(),
+                    index: number,
+                    ..Device::default()
+                };
+                let gone = LeftOut { gpu: gpu(1), mig: Vec::new(), lost: true, why: "it fell off".into() };
+                let (devices, left_out) =
+                    if is_lost { (vec![gpu(0)], vec![gone]) } else { (vec![gpu(0), gpu(1)], Vec::new()) };
+                Ok(Inventory { devices, left_out, ..probed(config, 1)? })
+            };
+            refresh_asked(&config, SystemTime::now(), found).unwrap();
+        };
+        refresh(false);
+        let leases = vec![lease(1, "GPU-0"), lease(2, "GPU-1"), lease(3, "GPU-1")];
+        Store::open(&config.state_dir).unwrap().change(|ledger| ledger.leases = leases).unwrap();
+        refresh(true);
+        refresh(true);
+        let is_warning = |event: &Event| event.kind == Kind::Warned;
+        let warned: Vec<Event> =
+            events::read_ring(&config.state_dir).into_iter().filter(is_warning).collect();
+        let seen: Vec<_> = warned.iter().map(|event| (&*event.container_id, &*event.reason)).collect();
+        assert_eq!(seen, [("container-2", "lost"), ("container-3", "lost")]);
+        assert_eq!(warned[0].text, "GPU 1 is left out: it fell off");
+        assert_eq!(sick_gpus::read(&config).unwrap().events, warned);
     }
 
     #[test]

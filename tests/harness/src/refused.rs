@@ -24,11 +24,12 @@ pub fn assert_lines(seen: &[String], expected: &[&str]) {
 }
 
 /// Files in the state directory that a refusal may write: records, but no daemon's directory.
-const RECORDS: [&str; 14] = [
+const RECORDS: [&str; 15] = [
     "clearing.lock",
     "events.1.jsonl",
     "events.jsonl",
     "events.lock",
+    "health.json",
     "health.lock",
     "inventory.json",
     "ledger.json",
