@@ -113,7 +113,12 @@ fn a_lease_that_nobody_saw_end_is_closed_and_marked() {
     bundle.down();
     std::fs::remove_file(world.state_dir().join("events.jsonl")).expect("removed");
     assert!(eventually(|| report(&world, &[])["total"]["unseen_ends"] == 2));
-    assert!(text(&world, &["report"]).contains("whose end nobody saw"));
+    for format in ["table", "svg"] {
+        assert!(text(&world, &["report", "--format", format]).contains("whose end nobody saw"), "{format}");
+    }
+    let csv = world.sublet(&["report", "--format", "csv"]);
+    let [columns, notes] = [csv.stdout, csv.stderr].map(|said| String::from_utf8_lossy(&said).into_owned());
+    assert!(notes.contains("whose end nobody saw") && !columns.contains("nobody saw"), "{columns}{notes}");
     world.assert_empty();
 }
 

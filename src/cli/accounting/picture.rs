@@ -3,7 +3,9 @@
 use std::fmt::Write as _;
 
 use super::report::{Group, Report};
+use crate::shown::float;
 use crate::svg::{COLOURS, begun, escaped, text};
+use crate::terminal::wrapped;
 
 /// More groups than these would not fit on a page.
 const MOST: usize = 20;
@@ -15,6 +17,10 @@ const BARS: [f64; 3] = [250.0, 850.0, 100.0];
 const GROUP: f64 = 44.0;
 const BAR: f64 = 8.0;
 
+/// The height of a line below the groups, and how many characters it has at most.
+const LINE: f64 = 18.0;
+const LONGEST: usize = 130;
+
 /// What the bars of a group are.
 const FIGURES: [&str; 4] = [
     "held, each GPU whole",
@@ -23,15 +29,17 @@ const FIGURES: [&str; 4] = [
     "used, as the driver tells",
 ];
 
-/// The picture; `name` is what people call a group.
-pub fn svg(report: &Report, name: &dyn Fn(&Group) -> String) -> String {
+/// The picture; `name` is what people call a group. `notes` stand below the groups.
+pub fn svg(report: &Report, name: &dyn Fn(&Group) -> String, notes: &[String]) -> String {
     let shown = &report.rows[..report.rows.len().min(MOST)];
     let figures = |group: &Group| {
         let Group { whole_gpu_hours, sm_gpu_hours, memory_gpu_hours, used_gpu_hours, .. } = *group;
         [whole_gpu_hours, sm_gpu_hours, memory_gpu_hours, used_gpu_hours.unwrap_or_default()]
     };
     let most = shown.iter().flat_map(figures).fold(0.001, f64::max);
-    let height = BARS[2] + GROUP * crate::shown::float(shown.len() as u64) + 30.0;
+    let bottom = BARS[2] + GROUP * float(shown.len() as u64) + 30.0;
+    let notes = wrapped(&notes.join("\n"), Some(LONGEST));
+    let height = bottom + LINE * float(notes.lines().count() as u64);
     let title = format!("GPU-hours from {} to {}", report.since, report.until);
     let mut svg = begun((WIDTH, height), &title);
     text(&mut svg, (20.0, 36.0), "title", &title);
@@ -53,7 +61,10 @@ pub fn svg(report: &Report, name: &dyn Fn(&Group) -> String) -> String {
     }
     let more = report.rows.len() - shown.len();
     let more = if more > 0 { format!("and {more} more") } else { String::new() };
-    text(&mut svg, (20.0, height - 16.0), "small", &more);
+    text(&mut svg, (20.0, bottom - 16.0), "small", &more);
+    for (note, at) in notes.lines().zip(0_u8..) {
+        text(&mut svg, (20.0, bottom + LINE * f64::from(at)), "small", note);
+    }
     svg.push_str("</svg>\n");
     svg
 }

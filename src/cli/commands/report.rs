@@ -9,7 +9,7 @@ use serde_json::{Map, Value};
 use super::tables::{self, Cell};
 use crate::accounting::{self, By, Group, Report, Wanted};
 use crate::shown::{name_of, or_dash};
-use crate::terminal::terminal_width;
+use crate::terminal::{terminal_width, warn};
 use sublet_core::admit::{is_remote, own_status};
 use sublet_core::broker::protocol::Ask;
 use sublet_core::config::Config;
@@ -58,8 +58,11 @@ pub fn run(Arguments { wanted, format }: &Arguments, config: &Config) -> anyhow:
     let name = |group: &Group| label(&group.name).unwrap_or_else(|| group.words());
     match format {
         Format::Json => return tables::json(&report),
-        Format::Csv => print!("{}", csv(&report)?),
-        Format::Svg => print!("{}", accounting::svg(&report, &name)),
+        Format::Csv => {
+            print!("{}", csv(&report)?);
+            warn(notes(&report));
+        }
+        Format::Svg => print!("{}", accounting::svg(&report, &name, &notes(&report))),
         Format::Table => println!("{}", table(&report, &name, terminal_width())),
     }
     Ok(())
@@ -70,7 +73,9 @@ fn table(report: &Report, name: &dyn Fn(&Group) -> String, width: Option<usize>)
     let rows = report.rows.iter().map(|group| (name(group), group)).chain(total);
     let rows = tables::fitting_rows(rows.map(|(name, group)| row(name, group)).collect(), width);
     let (by, Report { since, until, .. }) = (name_of(&report.by), report);
-    let text = format!("GPU-hours by {by}, from {since} to {until}, days in UTC\n\n{rows}{}", notes(report));
+    let notes = notes(report).join("\n");
+    let gap = if notes.is_empty() { "" } else { "\n\n" };
+    let text = format!("GPU-hours by {by}, from {since} to {until}, days in UTC\n\n{rows}{gap}{notes}");
     tables::wrapped(&text, width)
 }
 
@@ -94,7 +99,7 @@ fn row(name: String, group: &Group) -> [Cell; 8] {
 }
 
 /// Gaps of the figures, a line each.
-fn notes(report: &Report) -> String {
+fn notes(report: &Report) -> Vec<String> {
     let (unseen, hours, days) = (report.total.unseen_ends, report.unwatched_hours, report.unread.join(", "));
     let unseen = format!("Leases whose end nobody saw, which count up to the last sign of life: {unseen}.");
     let unwatched = format!(
@@ -104,8 +109,7 @@ fn notes(report: &Report) -> String {
     let unread = format!("Days whose record cannot be read: {}.", safe(&days));
     let all =
         [(report.total.unseen_ends > 0, unseen), (hours >= 0.01, unwatched), (!days.is_empty(), unread)];
-    let said: String = all.iter().filter(|(is, _)| *is).flat_map(|(_, note)| ["\n", note.as_str()]).collect();
-    if said.is_empty() { said } else { format!("\n{said}") }
+    all.into_iter().filter(|(is, _)| *is).map(|(_, note)| note).collect()
 }
 
 /// RFC 4180, with a header. The columns are the keys of the JSON document.
@@ -188,17 +192,33 @@ mod tests {
         assert_eq!(lines[1], "\"'=a,\"\"b\"\"\\u{1b}[2J\",claim,40.0,10.0,2.5,7.5,20.0,12,2,3,1,130.4");
         assert_eq!(lines[2], ",,1.0,0.0,0.0,,0.0,0,0,0,0,0.0");
         assert_eq!(lines[0].split(',').count(), 12);
+        assert_eq!((lines.len(), notes(&report()).len()), (4, 3), "the notes are on standard error");
     }
 
     #[test]
     fn a_picture_has_a_bar_for_each_figure_and_is_xml_whatever_names_hold() {
         let mut report = report();
         report.rows[0].name = "</svg><script>&\u{1b}".to_owned();
-        let svg = accounting::svg(&report, &Group::words);
+        let svg = accounting::svg(&report, &Group::words, &[]);
         // Two groups and the legend; the page's own.
         assert_eq!(svg.matches("<rect").count(), 3 * 4 + 1);
         assert!(svg.contains("&lt;/svg&gt;&lt;script&gt;&amp;") && !svg.contains("<script"), "{svg}");
         report.rows = vec![report.rows[0].clone(); 30];
-        assert!(accounting::svg(&report, &Group::words).contains("and 10 more"));
+        assert!(accounting::svg(&report, &Group::words, &[]).contains("and 10 more"));
+    }
+
+    #[test]
+    fn a_picture_has_the_gaps_of_its_figures_below_the_bars() {
+        let mut report = report();
+        report.unread = vec!["2026-11-01".to_owned(); 30];
+        let svg = accounting::svg(&report, &Group::words, &notes(&report));
+        let number = |text: &str| -> f64 { text.split('"').next().unwrap().parse().unwrap() };
+        let line = |words: &str| number(svg.split_once(words).unwrap().0.rsplit_once(" y=\"").unwrap().1);
+        let height = number(svg.split_once("viewBox=\"0 0 930 ").unwrap().1);
+        let last_bar = number(svg.rsplit_once("<rect x=\"250\" y=\"").unwrap().1);
+        let lines = ["Leases whose end", "Nobody looked", "Days whose record"].map(line);
+        let downwards = [&[last_bar][..], &lines, &[height]].concat();
+        assert!(downwards.is_sorted(), "{downwards:?}: {svg}");
+        assert_eq!(svg.matches("2026-11-01").count(), 30, "long ones are broken into lines");
     }
 }
