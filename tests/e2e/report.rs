@@ -77,6 +77,53 @@ fn what_an_owner_held_is_reported_and_an_owner_of_roots_container_is_a_claim() {
 }
 
 #[test]
+fn who_waits_is_shown_by_user_and_owner() {
+    if skip_unless_root() {
+        return;
+    }
+    let host = serving("h200");
+    let hers = host.bundle(ALICE, "hers", QUARTER, HOLD);
+    hers.up();
+    let alice = host.world.leases()[0]["user"].as_str().expect("her name").to_owned();
+    let holder = host.world.bundle("holder", &[("sublet.sm", "60")], HOLD);
+    holder.up();
+    let claimed = [("sublet.sm", "40"), ("sublet.owner", "vision"), ("sublet.wait", "60s")];
+    let claimed = host.world.bundle("claimed", &claimed, HOLD);
+    let next = host.bundle(ALICE, "next", &[QUARTER, &[("sublet.wait", "60s")]].concat(), HOLD);
+    let waiting = |of: &[&str]| -> Vec<String> {
+        let status = text(&host.world, &[&["status", "--format", "json"], of].concat());
+        let status: Value = serde_json::from_str(&status).expect("JSON");
+        let all = status["waiting"].as_array().expect("a list").clone();
+        all.iter().map(|one| one["container_id"].as_str().unwrap_or_default().to_owned()).collect()
+    };
+    std::thread::scope(|scope| {
+        let of_root = scope.spawn(|| claimed.create());
+        assert!(eventually(|| waiting(&[]) == ["claimed"]), "{:?}", waiting(&[]));
+        let of_alice = scope.spawn(|| next.create());
+        assert!(eventually(|| waiting(&[]) == ["claimed", "next"]), "{:?}", waiting(&[]));
+        for (option, value, expected) in [
+            ("--owner", "vision", "claimed"),
+            ("--user", "root", "claimed"),
+            ("--user", &*alice, "next"),
+            ("--owner", &*alice, "next"),
+        ] {
+            assert_eq!(waiting(&[option, value]), [expected], "{option} {value}");
+        }
+        assert_eq!(waiting(&["--owner", "sound"]), [""; 0]);
+        assert_eq!(waiting(&["--container", "holder"]), [""; 0]);
+        holder.down();
+        for created in [of_root, of_alice].map(|start| start.join().expect("no panic")) {
+            assert!(created.ok, "{created:?}");
+        }
+    });
+    for bundle in [&hers, &next] {
+        bundle.down();
+    }
+    claimed.down();
+    host.world.assert_empty();
+}
+
+#[test]
 fn names_that_are_none_are_refused() {
     if skip_unless_root() {
         return;

@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 use super::doctor::ask_engines;
 use super::tables::{self, Cell, Format};
 use crate::mps_daemons::{self, Listed};
-use crate::names::{Name, Names, Of, WHY_WITHOUT_SHARE, is_another, is_id, lease_of, of_user};
+use crate::names::{Name, Names, Of, WHY_WITHOUT_SHARE, is_another, is_id, lease_of, of_user, user};
 use crate::shown::{Device, Words, bar, cut, escaped, fraction, number_of, or_dash, word};
 use crate::status::{LeaseOnDevice, Room, Sources, Status, Waiting};
 use crate::terminal::utf8;
@@ -129,6 +129,8 @@ fn shown(arguments: &Arguments, config: &Config) -> anyhow::Result<String> {
         &|uuid| devices.as_ref().is_none_or(|devices| devices.iter().any(|device| device == uuid)),
         if lease.is_some() || of.is_any() { Some(&is_wanted) } else { None },
     );
+    let is_of = |waiting: &Waiting| of.has(&user(waiting.uid), waiting.owner.as_ref());
+    status.waiting.retain(|waiting| lease.is_none() && is_of(waiting));
     let own = is_remote(config).then(|| Own::ask(config));
     match arguments.format {
         Format::Json => {
@@ -454,6 +456,7 @@ mod tests {
             name: name.map(str::to_owned),
             pid,
             uid: 0,
+            owner: None,
             place: 1,
             asks: None,
             since: String::new(),

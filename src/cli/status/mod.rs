@@ -8,7 +8,7 @@ use serde::Serialize;
 
 use crate::guard::{self, Event, Sight};
 use crate::mps_daemons::Listed;
-use crate::names::{Names, by_engine};
+use crate::names::{Names, Owner, by_engine};
 use crate::sick_gpus;
 use crate::usage::Usage;
 use sublet_core::config::Config;
@@ -102,6 +102,9 @@ pub struct Waiting {
     pub pid: Option<i32>,
     /// The user whose container it is, or whose engine's.
     pub uid: u32,
+    /// Whom it is for.
+    #[serde(skip)]
+    pub owner: Option<Owner>,
     /// Its place among those for whom one of the same devices may do: 1 is served first.
     pub place: usize,
     /// What for, such as `mps, 40 % SM, 8 GiB`; null if another version wrote it.
@@ -160,7 +163,7 @@ impl Status {
             },
             mig_made: dynamic.iter().map(|made| MadeInstance::of(made, ledger)).collect(),
             waiting: waiters
-                .map(|(waiter, place)| Waiting::of(waiter, place, sources.names).kept_away(waiter, sources))
+                .map(|(waiter, place)| Waiting::of(waiter, place, sources).kept_away(waiter, sources))
                 .collect(),
             warnings: Vec::new(),
         };
@@ -176,7 +179,7 @@ impl Status {
         status
     }
 
-    /// Leaves out all devices, leases and daemons but those that `devices`, by UUIDs, and `leases` choose.
+    /// Leaves out all devices, leases and daemons but those that `devices`, by UUIDs, and `leases` choose. Who waits stays.
     pub(crate) fn only(
         &mut self,
         devices: &dyn Fn(&str) -> bool,
@@ -193,7 +196,6 @@ impl Status {
         self.devices.retain(|gpu| shown(&gpu.uuid) || !gpu.mig.is_empty());
         self.mps.retain(|daemon| daemon.devices.iter().any(|uuid| shown(uuid)));
         self.mig_made.retain(|made| self.devices.iter().any(|gpu| gpu.uuid == made.gpu));
-        self.waiting.retain(|_| leases.is_none());
     }
 
     /// The number by which people name the device `uuid`, such as `0:2`; the UUID of a device that is gone.
@@ -243,17 +245,22 @@ impl MadeInstance {
 }
 
 impl Waiting {
-    fn of(waiter: &Waiter, place: usize, names: &Names) -> Self {
+    fn of(waiter: &Waiter, place: usize, sources: &Sources<'_>) -> Self {
+        let (names, labels) = (sources.names, &sources.config.accounting.owner_labels);
         let container = Some(&waiter.container).filter(|container| !container.id.is_empty());
+        let name = container.and_then(|one| names.of_id(&one.id).cloned().or_else(|| by_engine(one, labels)));
+        let (uid, request) = (waiter.container.uid, waiter.request());
+        // One that was suspended has its own in its lease.
+        let held = sources.ledger.lease(&waiter.id).and_then(|lease| lease.claimed_owner.as_deref());
+        let claim = request.as_ref().and_then(|request| request.owner.as_deref()).or(held);
         Self {
             container_id: container.map(|container| container.id.clone()),
-            name: container
-                .and_then(|one| names.of_id(&one.id).cloned().or_else(|| by_engine(one, &[])))
-                .map(|name| name.name),
             pid: waiter.process.map(|process| process.pid),
-            uid: waiter.container.uid,
+            uid,
+            owner: Owner::known(uid, claim.unwrap_or_default(), name.as_ref()),
+            name: name.map(|name| name.name),
             place,
-            asks: waiter.request().as_ref().map(describe_request),
+            asks: request.as_ref().map(describe_request),
             since: timestamp(waiter.since),
             why: names.replace_ids(&waiter.why),
             began: waiter.since,
@@ -343,6 +350,7 @@ mod tests {
     use std::collections::BTreeMap;
 
     use sublet_core::ledger::fixture::lease;
+    use sublet_core::place::fixture::host;
     use sublet_core::request;
 
     use super::*;
@@ -358,7 +366,11 @@ mod tests {
         let mut container = held.container.clone();
         container.id = held.id.to_string();
         let waiter = Waiter::new(&held.id, &container, &request, "no room; why: held by 0123456789ab", None);
-        let waiting = Waiting::of(&waiter, 2, &names);
+        let (inventory, ledger) = (host(Vec::new()), Ledger::empty("boot"));
+        let (usage, config) = (Usage::default(), Config::default());
+        let sources =
+            Sources { inventory: &inventory, ledger: &ledger, names: &names, usage: &usage, config: &config };
+        let waiting = Waiting::of(&waiter, 2, &sources);
         assert_eq!((waiting.name.as_deref(), &*waiting.why), (Some("web"), "no room; why: held by web"));
         assert_eq!((waiting.place, waiting.asks.as_deref()), (2, Some("a share")));
     }
