@@ -156,6 +156,14 @@ fn a_container_has_its_share_through_the_service() {
     let refused = rootless.container("large", &large, HOLD);
     assert!(!refused.ok && refused.stderr.contains("limits sm to 50 %"), "{refused:?}");
     rootless.done(&["rm", "large"]);
+    // Docker has no option by which a container keeps its user's groups.
+    let node = rootless.world.driver_root.as_ref().expect("a simulated driver").join("dev/nvidia0");
+    std::fs::set_permissions(&node, PermissionsExt::from_mode(0o660)).expect("chmod");
+    let refused = rootless.container("closed", SHARE, HOLD);
+    let why = "has mode 0660, so the container, in its user namespace, may not open it: have root give the nodes mode 0666";
+    assert!(!refused.ok && refused.stderr.contains(why), "{refused:?}");
+    std::fs::set_permissions(&node, PermissionsExt::from_mode(0o666)).expect("chmod");
+    rootless.done(&["rm", "closed"]);
     // Its first process ends, and Docker deletes it.
     rootless.done(&["kill", "held"]);
     assert!(eventually(|| rootless.world.leases().is_empty()), "{:?}", rootless.world.leases());

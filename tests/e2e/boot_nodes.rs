@@ -42,8 +42,9 @@ fn a_boot_makes_the_nodes_and_their_links() {
     }
 }
 
-/// As on a host whose driver is there for computing alone: the module nvidia-modeset is not loaded. An image that asks for
-/// all capabilities is served without its node.
+/// A start has the inventory made, and with it the nodes; so does a boot. Then the host's driver is there for computing alone: the
+/// module nvidia-modeset is not loaded, and an image that asks for all capabilities is served without its node. A node that is
+/// removed after the inventory was made is left out, too.
 #[test]
 fn a_node_that_cuda_does_without_is_made_or_left_out() {
     if skip_unless_root() {
@@ -52,7 +53,21 @@ fn a_node_that_cuda_does_without_is_made_or_left_out() {
     let world = World::simulated("h200", "");
     let root = world.driver_root.as_ref().expect("a simulated driver");
     let (node, devices) = (root.join("dev/nvidia-modeset"), root.join("proc/devices"));
-    std::fs::remove_file(&node).expect("a node of the simulated driver");
+    let tools = root.join("dev/nvidia-uvm-tools");
+    let numbers = device(&tools);
+    let mut bundle = world.bundle("all", SHARE, HOLD);
+    let env = bundle.spec["process"]["env"].as_array_mut().expect("env");
+    env.push(json!("NVIDIA_DRIVER_CAPABILITIES=all"));
+    for spare in [&node, &tools] {
+        std::fs::remove_file(spare).expect("a node of the simulated driver");
+    }
+    let (_, warned) = bundle.up_heard();
+    assert!(!warned.contains("is missing"), "{warned}");
+    assert_eq!((device(&node), device(&tools)), ((195, 254, 0o666), numbers), "their modules are loaded");
+    let opened = ["/usr/bin/cuda-probe", "noderights", "/dev/nvidia-modeset", "/dev/nvidia-uvm-tools"];
+    assert_eq!(bundle.exec(&opened).stdout.matches("ENXIO").count(), 2, "no driver is behind them");
+    bundle.down();
+    std::fs::remove_file(&node).expect("it was made");
     assert!(world.sublet(&["refresh", "--boot"]).status.success());
     assert_eq!(device(&node), (195, 254, 0o666), "its module is loaded");
     std::fs::remove_file(&node).expect("it was made");
@@ -60,16 +75,19 @@ fn a_node_that_cuda_does_without_is_made_or_left_out() {
     std::fs::write(&devices, text.replace("195 nvidia-modeset\n", "")).expect("/proc/devices");
     assert!(world.sublet(&["refresh", "--boot"]).status.success());
     assert!(!node.exists(), "its module is not loaded");
-    let mut bundle = world.bundle("all", SHARE, HOLD);
-    let env = bundle.spec["process"]["env"].as_array_mut().expect("env");
-    env.push(json!("NVIDIA_DRIVER_CAPABILITIES=all"));
-    let created = bundle.create();
-    assert!(created.ok, "{}", created.stderr);
-    let warning = "nvidia-modeset is missing; run `nvidia-modprobe -m`; the container starts without it";
-    assert_eq!(created.stderr.matches(warning).count(), 1, "{}", created.stderr);
-    assert!(bundle.start().ok);
-    assert_eq!(bundle.event("info")["mps"], json!(true));
+    std::fs::remove_file(&tools).expect("it was made");
+    let (info, warned) = bundle.up_heard();
+    for (name, fix) in [
+        ("nvidia-modeset", "`nvidia-modprobe -m`"),
+        ("nvidia-uvm-tools", "`modprobe nvidia-uvm`, then `nvidia-modprobe -u -c0`"),
+    ] {
+        let warning = format!("{name} is missing; run {fix}; the container starts without it");
+        assert_eq!(warned.matches(&warning).count(), 1, "{warned}");
+    }
+    assert_eq!(info["mps"], json!(true));
     bundle.down();
+    assert!(world.sublet(&["refresh"]).status.success());
+    assert_eq!((device(&tools), node.exists()), (numbers, false), "each as its module");
     world.assert_empty();
 }
 

@@ -283,8 +283,8 @@ fn nix_has_the_files_where_nixos_has_them() {
     world.assert_empty();
 }
 
-/// Talos, Container-Optimized OS, GKE, Flatcar, a host as measured, and NixOS, whose directories are links into its store.
-/// None of them has NVML where a loader looks.
+/// Talos, Container-Optimized OS, GKE, Flatcar, a host as measured, where `[driver] search` says, and NixOS, whose directories are
+/// links into its store. None of them has NVML where a loader looks.
 #[test]
 fn a_host_may_have_its_driver_elsewhere() {
     if skip_unless_root() {
@@ -296,6 +296,7 @@ fn a_host_may_have_its_driver_elsewhere() {
         ("home/kubernetes/bin/nvidia/lib64", "home/kubernetes/bin/nvidia/bin", [""; 2]),
         ("opt/nvidia/lib64", "opt/bin", [""; 2]),
         ("usr/local/nvidia/lib64", "usr/local/nvidia/bin", [""; 2]),
+        ("srv/driver/lib64", "srv/driver/bin", [""; 2]),
         (
             "nix/store/a-x11/lib",
             "nix/store/b-bin/bin",
@@ -319,8 +320,9 @@ fn a_host_may_have_its_driver_elsewhere() {
             }
         }
         let text = std::fs::read_to_string(&world.config).expect("config.toml");
-        let unnamed: Vec<&str> = text.lines().filter(|line| !line.starts_with("nvml = ")).collect();
-        std::fs::write(&world.config, unnamed.join("\n")).expect("config.toml");
+        let named = if libraries.starts_with("srv/") { "search = [\"/srv/driver\"]" } else { "" };
+        let lines = text.lines().map(|line| if line.starts_with("nvml = ") { named } else { line });
+        std::fs::write(&world.config, lines.collect::<Vec<_>>().join("\n")).expect("config.toml");
         let refreshed = world.sublet(&["refresh"]);
         assert!(refreshed.status.success(), "{libraries}: {}", String::from_utf8_lossy(&refreshed.stderr));
         let bundle = world.bundle("elsewhere", &[("sublet.sm", "25"), ("sublet.capabilities", "all")], HOLD);

@@ -3,7 +3,7 @@
 use std::process::{Command, Stdio};
 
 use serde_json::{Value, json};
-use sublet_e2e::{World, bin_dir, eventually, skip_unless_root};
+use sublet_e2e::{World, bin_dir, eventually, is_alive, skip_unless_root};
 
 const SLEEP: &[&str] = &["/bin/sleep", "600"];
 const HOLD: &[&str] = &["/usr/bin/cuda-probe", "hold", "120"];
@@ -109,6 +109,27 @@ fn a_lease_its_daemon_a_refusal_and_a_drain_are_told_once_each() {
         let output = world.sublet(&[&["events"], wrong].concat());
         assert_eq!(output.status.code(), Some(2), "{output:?}");
     }
+}
+
+/// No command of sublet's comes between its start and its end, so the lease learns nothing of its process.
+#[test]
+fn a_container_that_ran_for_a_second_is_not_said_never_to_have_run() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    let mut bundle = world.bundle("short", &[("sublet.gpu", "0")], &["/bin/sleep", "1"]);
+    assert!(bundle.create().ok);
+    bundle.plain = true;
+    let pid = nix::unistd::Pid::from_raw(bundle.pid());
+    assert!(bundle.start().ok);
+    assert!(eventually(|| !is_alive(pid)), "{pid}");
+    bundle.plain = false;
+    assert!(bundle.delete().ok);
+    let ended = &events(&world, &["--filter", "kind=lease-ended"])[0];
+    assert_eq!(ended["container_id"], "short");
+    assert_eq!(ended["text"].as_str().unwrap_or_default(), "", "{ended}");
+    world.assert_empty();
 }
 
 #[test]

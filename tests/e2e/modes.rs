@@ -46,6 +46,10 @@ fn time_slice_is_the_default_and_gives_the_whole_gpu() {
     assert_eq!(env_of(&bundle, "NVIDIA_VISIBLE_DEVICES").as_deref(), Some("void"));
     assert_eq!(env_of(&bundle, "CUDA_MPS_PIPE_DIRECTORY"), None);
     bundle.down();
+    world.configure("[grant]\nnvidia_visible_devices = \"uuid\"\n");
+    bundle.up();
+    assert_eq!(env_of(&bundle, "NVIDIA_VISIBLE_DEVICES").as_deref(), world.leases()[0]["device"].as_str());
+    bundle.down();
     world.assert_empty();
 }
 

@@ -202,6 +202,41 @@ fn what_nvml_does_not_tell_of_mig_devices_costs_no_other_gpu() {
     );
 }
 
+/// The driver's list of MIG capabilities is broken, then unreadable: one warning names it, and only what needs it is refused.
+#[test]
+fn a_list_of_mig_capabilities_that_cannot_be_read_costs_mig_devices_alone() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("a100x2-mig", "[mig]\nallow_caps = [\"monitor\"]\n");
+    let minors = driver(&world, "proc/driver/nvidia-caps/mig-minors");
+    let explained = |keys: &[&str]| {
+        let keys = keys.iter().flat_map(|key| ["--annotation", key]);
+        let output = world.sublet(&["explain"].into_iter().chain(keys).collect::<Vec<_>>());
+        String::from_utf8_lossy(&[output.stdout, output.stderr].concat()).into_owned()
+    };
+    for is_directory in [false, true] {
+        std::fs::remove_file(&minors).expect("removed");
+        let broken = if is_directory {
+            std::fs::create_dir(&minors)
+        } else {
+            std::fs::write(&minors, b"monitor 2\n\xff")
+        };
+        broken.expect("made");
+        let output = world.sublet(&["refresh"]);
+        let warned = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(output.status.success() && warned.matches("mig-minors: ").count() == 1, "{output:?}");
+        assert_eq!(refused(&world, &["sublet.gpu=1", "sublet.sm=25"]), Value::Null);
+        let part = explained(&["sublet.gpu=0:0"]);
+        assert!(part.contains("/proc/driver/nvidia-caps/mig-minors cannot be read: "), "{part}");
+        let rights = explained(&["sublet.gpu=0:0", "sublet.mig-caps=monitor"]);
+        assert!(
+            rights.contains("no MIG capability `monitor` (/proc/driver/nvidia-caps/mig-minors)"),
+            "{rights}"
+        );
+    }
+}
+
 /// What `status` and `metrics` ask fails on the first of two GPUs, in turn: they tell all of the other one.
 #[test]
 fn what_status_and_metrics_ask_costs_no_other_gpu() {

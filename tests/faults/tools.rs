@@ -179,8 +179,8 @@ impl Path for Run {
         // `gc`, and a `mps stop` of a daemon that may have a lease, leave what they could not find out as it was. `refresh`
         // leaves out what does not answer, and says so.
         let said = self.host.said();
-        let is_named = self.tool == Tool::Refresh
-            && ["sublet: warning: ", "gets no node below /dev/dri"].iter().any(|words| said.contains(words));
+        let warnings = ["sublet: warning: ", "gets no node below /dev/dri", "no container gets a MIG device"];
+        let is_named = self.tool == Tool::Refresh && warnings.iter().any(|words| said.contains(words));
         if seen.code == Some(0) && !is_named && !matches!(self.tool, Tool::Gc | Tool::MpsStop) {
             let state = self.state()?;
             if state != self.after {

@@ -223,6 +223,13 @@ mod tests {
         );
         fake.file("/proc/7/cmdline", "dockerd\0--config-file=/x.json\0--add-runtime=sublet=sublet-runtime\0");
         assert_eq!(passed(docker(&Host { ask: read, ..fake.host() })), "26.1.5+dfsg1, runtime sublet");
+        // By hand: `sublet setup docker --default` sets without_share, too.
+        fake.file("/x.json", r#"{"default-runtime": "sublet"}"#);
+        let (found, fix) = finding(docker(&Host { ask: read, ..fake.host() }), Warn);
+        assert!(
+            found.starts_with("sublet is dockerd's default runtime") && fix.contains("--default"),
+            "{found}"
+        );
     }
 
     #[test]

@@ -4,7 +4,7 @@ use std::fs;
 use std::os::unix::fs::MetadataExt as _;
 
 use super::{Host, Outcome, fail, joined, pass, skip, warn};
-use crate::probe::{OLDEST_BRANCH, driver_nodes};
+use crate::probe::{self, Fabric, OLDEST_BRANCH, driver_nodes};
 use crate::sick_gpus;
 use sublet_core::fs::read_proc_devices;
 use sublet_core::inventory::{self, ComputeMode, Majors, MissingPrograms, MpsPrograms, Node, check_node};
@@ -32,7 +32,7 @@ pub(super) fn fabric(host: &Host<'_>) -> Outcome {
     let switches =
         fs::read_dir(host.driver("/proc/driver/nvidia-nvswitch/devices")).into_iter().flatten().count();
     if switches == 0 {
-        return skip("no NVSwitch of this host's own");
+        return by_nvml(&ask_fabrics(host).unwrap_or_default());
     }
     let proc = host.at("/proc");
     // The kernel cuts names after 15 characters.
@@ -48,6 +48,29 @@ pub(super) fn fabric(host: &Host<'_>) -> Outcome {
          initialized\")"
     ))
     .fix("systemctl enable --now nvidia-fabricmanager (its package must have the driver's version)")
+}
+
+/// How far each GPU in an `NVLink` fabric is, by its index. NVML has answered just now where there is an inventory.
+fn ask_fabrics(host: &Host<'_>) -> Option<Vec<(u32, Fabric)>> {
+    let (nvml, _) = (!host.quick && host.inventory.is_ok()).then(|| probe::connect(host.config).ok())??;
+    let of = |index| Some((index, probe::fabric(&nvml.device_by_index(index).ok()?)?));
+    Some((0..nvml.device_count().ok()?).filter_map(of).collect())
+}
+
+/// What NVML says where the host does not see the switches, as on GB200 and in virtual machines.
+fn by_nvml(gpus: &[(u32, Fabric)]) -> Outcome {
+    let words = |(index, state): &(u32, Fabric)| match state {
+        Fabric::Joining => Some(format!("GPU {index} has not joined its NVLink fabric yet")),
+        Fabric::Joined => None,
+        Fabric::Failed => Some(format!("GPU {index} could not join its NVLink fabric")),
+    };
+    let apart = joined(gpus.iter().filter_map(words), ", ");
+    match gpus.len() {
+        0 => skip("no NVSwitch of this host's own"),
+        count if apart.is_empty() => pass(format!("NVML: {count} GPUs have joined their NVLink fabric")),
+        _ => fail(format!("NVML: {apart}: CUDA ends with error 802 (\"system not yet initialized\")"))
+            .fix("start nvidia-fabricmanager where the switches are, for a virtual machine on its host; see its log"),
+    }
 }
 
 /// The other kernel modules, by their majors.
@@ -300,6 +323,13 @@ mod tests {
         assert!(fix.contains("nvidia-fabricmanager"), "{fix}");
         fake.file("/proc/8/comm", "nv-fabricmanage\n");
         assert_eq!(passed(fabric(&fake.host())), "2 NVSwitches, and the fabric manager runs");
+        assert_eq!(skipped(by_nvml(&[])), "no NVSwitch of this host's own");
+        let all = [(0, Fabric::Joined), (3, Fabric::Joined)];
+        assert_eq!(passed(by_nvml(&all)), "NVML: 2 GPUs have joined their NVLink fabric");
+        let (found, fix) = finding(by_nvml(&[all[0], (1, Fabric::Joining), (3, Fabric::Failed)]), Fail);
+        let apart =
+            "NVML: GPU 1 has not joined its NVLink fabric yet, GPU 3 could not join its NVLink fabric: ";
+        assert!(found.starts_with(apart) && fix.contains("nvidia-fabricmanager"), "{found}; {fix}");
     }
 
     #[test]

@@ -107,8 +107,13 @@ pub fn probe(config: &Config) -> Result<Inventory, ProbeError> {
             mps_missing,
             smi: programs::program(&config.driver, "nvidia-smi"),
             majors,
-            mig_caps: device_nodes::privileged_nodes(root, majors.caps)
-                .map_err(|(path, source)| ProbeError::Unreadable { path, source })?,
+            mig_caps: device_nodes::privileged_nodes(root, majors.caps).unwrap_or_else(|(path, error)| {
+                tracing::warn!(
+                    "{}: {error}: no container gets a MIG device or sublet.mig-caps",
+                    path.display()
+                );
+                [None, None]
+            }),
         },
         links: asked.links(&devices),
         devices,

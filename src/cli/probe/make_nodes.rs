@@ -33,14 +33,15 @@ pub(crate) fn is_loaded(root: &Path) -> bool {
     under(root, cache::VERSION_FILE).exists()
 }
 
-/// Creates missing nodes as nvidia-modprobe would, and returns a warning for each failure. Creates none if the driver
-/// is configured to leave that to the administrator (`NVreg_ModifyDeviceFiles=0`).
-pub(crate) fn make_nodes(root: &Path) -> Vec<String> {
+/// Creates the missing nodes that are `wanted` as nvidia-modprobe would, and returns a warning for each failure. Creates none
+/// if the driver is configured to leave that to the administrator (`NVreg_ModifyDeviceFiles=0`).
+pub(crate) fn make_nodes(root: &Path, wanted: fn(&Node) -> bool) -> Vec<String> {
     let params = fs::read_to_string(under(root, "/proc/driver/nvidia/params")).unwrap_or_default();
     if value(&params, "ModifyDeviceFiles") == Some(0) {
         return Vec::new();
     }
-    let missing = |node: &Node| matches!(check_node(root, node), Err(NodeError::Missing { .. }));
+    let missing =
+        |node: &Node| wanted(node) && matches!(check_node(root, node), Err(NodeError::Missing { .. }));
     let failed = |node: Node| {
         let error = make(root, &node, &params).err()?;
         Some(format!("cannot create device node {}: {error}", node.path.display()))
@@ -147,7 +148,7 @@ mod tests {
         let root = Root::new();
         root.file("/proc/devices", "Character devices:\n195 nvidia\n");
         root.file("/proc/driver/nvidia/params", "ModifyDeviceFiles: 0\n");
-        assert_eq!(make_nodes(root.path()), [""; 0]);
+        assert_eq!(make_nodes(root.path(), |_| true), [""; 0]);
         assert!(!root.path().join("dev").exists());
     }
 

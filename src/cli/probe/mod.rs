@@ -11,8 +11,8 @@ pub(crate) use inventory::{OLDEST_BRANCH, connect, left_out, mig_gpus};
 pub use inventory::{ProbeError, probe};
 pub(crate) use make_nodes::{driver_nodes, has_gpu, is_loaded, link_nodes, make_nodes};
 pub(crate) use nvml::{
-    MigIds, compute_mode, device_by_uuid, init as open, joined, memory_of_host, mig_handles, mig_ids, renew,
-    unless_unsupported,
+    Fabric, MigIds, compute_mode, device_by_uuid, fabric, init as open, joined, memory_of_host, mig_handles,
+    mig_ids, renew, unless_unsupported,
 };
 #[cfg(test)]
 pub(crate) use processes::cgroups;

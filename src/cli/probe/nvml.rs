@@ -1,15 +1,17 @@
 //! NVML's report about each GPU.
 
 use std::collections::BTreeMap;
+use std::mem::MaybeUninit;
 use std::path::Path;
 
 use nvml_wrapper::enum_wrappers::device::{
     ComputeMode as NvmlComputeMode, GpuVirtualizationMode, P2pCapabilitiesIndex, P2pStatus, TopologyLevel,
 };
 use nvml_wrapper::enums::device::UsedGpuMemory;
-use nvml_wrapper::error::NvmlError;
+use nvml_wrapper::error::{NvmlError, nvml_sym, nvml_try};
 use nvml_wrapper::struct_wrappers::device::{MemoryInfo, ProcessInfo};
 use nvml_wrapper::{Device as NvmlDevice, Nvml, cuda_driver_version_major, cuda_driver_version_minor};
+use nvml_wrapper_sys::bindings::{nvmlGpuFabricInfo_t, nvmlReturn_enum_NVML_SUCCESS as SUCCESS};
 
 use super::processes::{self, compute_processes, mps_clients};
 use crate::nvml_mig::{self, instance_ids};
@@ -59,6 +61,40 @@ pub(crate) fn device_by_uuid<'n>(nvml: &'n Nvml, uuid: &str) -> Result<NvmlDevic
         }
     }
     Err(failed)
+}
+
+/// How far a GPU is with joining its `NVLink` fabric.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Fabric {
+    /// It has not joined yet.
+    Joining,
+    /// It has.
+    Joined,
+    /// It could not.
+    Failed,
+}
+
+/// `NVML_GPU_FABRIC_STATE_IN_PROGRESS` and `_COMPLETED`.
+const JOINING: u8 = 2;
+const JOINED: u8 = 3;
+
+/// `None`: it is in no fabric, or the driver does not tell.
+#[allow(unsafe_code, reason = "NVML by its C ABI")]
+pub(crate) fn fabric(device: &NvmlDevice<'_>) -> Option<Fabric> {
+    let call = nvml_sym(device.nvml().lib().nvmlDeviceGetGpuFabricInfo.as_ref()).ok()?;
+    let mut info = MaybeUninit::<nvmlGpuFabricInfo_t>::zeroed();
+    // SAFETY: the handle is valid as long as the device, and NVML writes one such struct of numbers, for which zeros are
+    // valid, too.
+    let info = unsafe {
+        nvml_try(call(device.handle(), info.as_mut_ptr())).ok()?;
+        info.assume_init()
+    };
+    match info.state {
+        JOINING => Some(Fabric::Joining),
+        JOINED if info.status == SUCCESS => Some(Fabric::Joined),
+        JOINED => Some(Fabric::Failed),
+        _ => None,
+    }
 }
 
 /// NVML's description of one GPU. `nvidia_major` is the major of its node.

@@ -13,7 +13,7 @@ use crate::terminal::warn;
 use sublet_core::config::Config;
 use sublet_core::events::{self, Event, Kind};
 use sublet_core::fs::{make_trusted_directory, open_lock};
-use sublet_core::inventory::{self, Device, Inventory, InventoryError, LeftOut};
+use sublet_core::inventory::{self, Device, Inventory, InventoryError, LeftOut, Node};
 use sublet_core::ledger::{Lease, Ledger, MigChanges, Store};
 use sublet_core::process::child::{self, ChildError};
 use sublet_core::text::safe;
@@ -24,8 +24,9 @@ const SETTLING: Duration = Duration::from_secs(10);
 /// The pause between two attempts.
 const LOOK_AGAIN: Duration = Duration::from_millis(50);
 
-/// Probes and stores, one refresh at a time. A process that waited for another refresh takes its result if that
-/// refresh began after the process asked. So many containers starting on a stale inventory query NVML twice at most.
+/// Creates the missing nodes that CUDA does without, probes and stores, one refresh at a time. A process that waited for
+/// another refresh takes its result if that refresh began after the process asked. So many containers starting on a stale
+/// inventory query NVML twice at most.
 ///
 /// # Errors
 /// The driver cannot be read (see `ProbeError`), or the state directory cannot be written.
@@ -33,6 +34,10 @@ pub fn refresh(config: &Config) -> anyhow::Result<Inventory> {
     // In another PID namespace it would list none of the processes with contexts.
     Store::open(&config.state_dir)?.is_of_here()?;
     refresh_asked(config, SystemTime::now(), |config| {
+        // A start that needs one which cannot be created says so.
+        for failure in probe::make_nodes(&config.driver.root, Node::is_optional) {
+            tracing::debug!("{failure}");
+        }
         let began = Instant::now();
         loop {
             // Read before NVML is asked: a change that ends in between makes the result out of date.
@@ -174,7 +179,7 @@ pub fn boot(config: &Config) -> anyhow::Result<Option<Inventory>> {
         load_modules();
     }
     loop {
-        warn(probe::make_nodes(root));
+        warn(probe::make_nodes(root, |_| true));
         match refresh(config) {
             // A driver that has just been loaded may not answer for any GPU yet.
             Ok(inventory) if inventory.devices.is_empty() && Instant::now() < deadline => {}

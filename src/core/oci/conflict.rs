@@ -134,11 +134,10 @@ fn is_in(path: &Path, allowed: &[PathBuf]) -> bool {
 /// there comes from a hooks directory, for every container, and does nothing once we have said `void`. `ctr`
 /// and nerdctl have containerd run NVIDIA's program itself as a hook (containerd, `contrib/nvidia`).
 fn check_engine_request(spec: &Value) -> Result<(), Conflict> {
-    let manager = spec.get("annotations").and_then(|annotations| text(annotations, "io.container.manager"));
     for program in hook_programs(spec) {
         match program {
             "nvidia-container-runtime-hook" | "nvidia-container-toolkit"
-                if asks_for_gpus(spec) && manager != Some("libpod") =>
+                if asks_for_gpus(spec) && !is_of_podman(spec) =>
             {
                 return Err(Conflict::GpuOption(safe(program)));
             }
@@ -156,6 +155,12 @@ fn check_engine_request(spec: &Value) -> Result<(), Conflict> {
         }
     }
     Ok(())
+}
+
+/// Whether Podman made the spec (libpod, `pkg/annotations`).
+pub(super) fn is_of_podman(spec: &Value) -> bool {
+    let annotations = spec.get("annotations");
+    annotations.and_then(|annotations| text(annotations, "io.container.manager")) == Some("libpod")
 }
 
 /// File names of all hooks of all stages, and of the program that containerd's `oci-hook` runs.

@@ -21,7 +21,7 @@ use rustix::fs::getxattr;
 use serde::Deserialize;
 use serde_json::Value;
 
-use super::conflict::{entries, environment_value, text};
+use super::conflict::{entries, environment_value, is_of_podman, text};
 use super::{SpecError, annotations};
 use crate::config_files::Known;
 use crate::grant::GrantedNode;
@@ -127,13 +127,14 @@ pub(crate) fn check_node_modes(
             continue;
         }
         let is_users = root.nested || !geteuid().is_root();
-        let remedy = match (is_users, ours) {
-            (true, true) => "start it with crun and `--group-add keep-groups` (docs/rootless.md)",
-            (true, false) => {
+        let remedy = match (is_users, is_of_podman(spec), ours) {
+            (true, true, true) => "start it with crun and `--group-add keep-groups` (docs/rootless.md)",
+            (true, true, false) => {
                 "have root add you to its group, log in again, and start it with crun and `--group-add keep-groups` \
                  (docs/rootless.md)"
             }
-            (false, _) => {
+            (true, false, _) => "have root give the nodes mode 0666 (NVreg_DeviceFileMode; docs/rootless.md)",
+            (false, ..) => {
                 "give the nodes mode 0666 (NVreg_DeviceFileMode), or leave out the user namespace (--userns=host)"
             }
         };

@@ -163,7 +163,10 @@ pub(crate) fn count_neighbours(id: &LeaseId, devices: &[String], ledger: &Ledger
 pub(crate) fn find(request: &Request, id: &LeaseId, world: World<'_>) -> Result<Placement, Box<Refusal>> {
     let inventory = world.inventory;
     if let Some(cap) = request.mig_caps.iter().find(|cap| inventory.driver.mig_cap(**cap).is_none()) {
-        let why = format!("the driver tells of no MIG capability `{cap}`; fix: leave out sublet.mig-caps");
+        let why = format!(
+            "the driver tells of no MIG capability `{cap}` (/proc/driver/nvidia-caps/mig-minors); fix: leave out \
+             sublet.mig-caps"
+        );
         return Err(Box::new(Refusal::never(why)));
     }
     let slots = select::slots(request, world).map_err(|why| {

@@ -7,16 +7,10 @@ use nvml_wrapper::bitmasks::device::ThrottleReasons;
 use nvml_wrapper::enums::device::SampleValue;
 use nvml_wrapper::error::{nvml_sym, nvml_try};
 use nvml_wrapper::struct_wrappers::device::FieldValueSample;
-use nvml_wrapper_sys::bindings::{
-    NVML_NVLINK_MAX_LINKS, field_id, nvmlFieldValue_t, nvmlGpuFabricInfo_t,
-    nvmlReturn_enum_NVML_SUCCESS as SUCCESS,
-};
+use nvml_wrapper_sys::bindings::{NVML_NVLINK_MAX_LINKS, field_id, nvmlFieldValue_t};
 
+use crate::probe::{Fabric, fabric};
 use crate::sick_gpus::xid::{Remedy, describe_recovery, is_fault};
-
-/// `NVML_GPU_FABRIC_STATE_IN_PROGRESS` and `_COMPLETED`.
-const JOINING: u8 = 2;
-const JOINED: u8 = 3;
 
 /// What is asked about a GPU; behind its own state come the errors on all its `NVLinks`, which GPUs up to Ampere count.
 const OF_GPU: [u32; 6] = [
@@ -38,7 +32,6 @@ const OF_LINK: [u32; 3] = [
 
 /// The answers. A question that the driver does not answer counts as if all were well.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-#[expect(clippy::struct_excessive_bools, reason = "facts that have nothing to do with one another")]
 pub(super) struct GpuState {
     /// `nvmlDeviceGpuRecoveryAction_s`; `None`: a driver before 565 does not tell.
     recovery: Option<u64>,
@@ -50,9 +43,7 @@ pub(super) struct GpuState {
     /// Errors on `NVLinks` since the driver was loaded: how many answers there were, and their sum. Of other links the sum is
     /// another, so it is compared only where as many answered.
     link_errors: (usize, u64),
-    /// Whether it is still to join its `NVLink` fabric, or could not.
-    joins: bool,
-    is_apart: bool,
+    fabric: Option<Fabric>,
 }
 
 impl GpuState {
@@ -60,12 +51,10 @@ impl GpuState {
     pub fn of(device: &Device<'_>) -> Self {
         let slow = device.current_throttle_reasons().unwrap_or(ThrottleReasons::NONE);
         let heat = ThrottleReasons::HW_THERMAL_SLOWDOWN | ThrottleReasons::SW_THERMAL_SLOWDOWN;
-        let (joining, status) = fabric(device).unwrap_or_default();
         Self {
             is_hot: slow.intersects(heat),
             lacks_power: slow.contains(ThrottleReasons::HW_POWER_BRAKE_SLOWDOWN),
-            joins: joining == JOINING,
-            is_apart: joining == JOINED && status != SUCCESS,
+            fabric: fabric(device),
             ..Self::by_answers(fields(device).into_iter().flatten())
         }
     }
@@ -89,11 +78,12 @@ impl GpuState {
         let action = self.recovery.filter(|action| is_fault(*action));
         let (what, remedy) = describe_recovery(action.unwrap_or_default());
         let is_pending = self.remap_pending == Some(true);
+        let is_apart = self.fabric == Some(Fabric::Failed);
         let all = [
             (action.is_some(), what, remedy, true),
             (self.remap_failed, "a faulty row of its memory cannot be replaced", Remedy::Repair, false),
             (is_pending, "a faulty row of its memory is replaced at a reset", Remedy::ResetLater, true),
-            (self.is_apart, "it could not join its NVLink fabric", Remedy::Repair, false),
+            (is_apart, "it could not join its NVLink fabric", Remedy::Repair, false),
         ];
         all.into_iter().find(|(is_so, ..)| *is_so).map(|(_, what, remedy, asks)| (what, remedy, asks))
     }
@@ -109,11 +99,12 @@ impl GpuState {
         let (answers, errors) = self.link_errors;
         let has_errors =
             before.is_some_and(|before| before.link_errors.0 == answers && before.link_errors.1 < errors);
+        let joins = self.fabric == Some(Fabric::Joining);
         let all = [
             (self.is_hot, ("hot", "it is slowed down, because it is too hot; see its cooling")),
             (self.lacks_power, ("power", "it is slowed down by the host's power supply")),
             (has_errors, ("nvlink", "its NVLinks have errors; `nvidia-smi nvlink -e` counts them")),
-            (self.joins, ("fabric", "it has not joined its NVLink fabric yet; see nvidia-fabricmanager")),
+            (joins, ("fabric", "it has not joined its NVLink fabric yet; see nvidia-fabricmanager")),
         ];
         all.into_iter().filter(|(is_so, _)| *is_so).map(|(_, what)| what).collect()
     }
@@ -137,20 +128,6 @@ fn fields(device: &Device<'_>) -> Option<Vec<Option<u64>>> {
         _ => None,
     };
     Some(fields.into_iter().map(number).collect())
-}
-
-/// State and status of its `NVLink` fabric; `None`: it is in none, or the driver does not tell.
-#[allow(unsafe_code, reason = "NVML by its C ABI")]
-fn fabric(device: &Device<'_>) -> Option<(u8, u32)> {
-    let call = nvml_sym(device.nvml().lib().nvmlDeviceGetGpuFabricInfo.as_ref()).ok()?;
-    let mut info = MaybeUninit::<nvmlGpuFabricInfo_t>::zeroed();
-    // SAFETY: the handle is valid as long as the device, and NVML writes one such struct of numbers, for which zeros are
-    // valid, too.
-    let info = unsafe {
-        nvml_try(call(device.handle(), info.as_mut_ptr())).ok()?;
-        info.assume_init()
-    };
-    Some((info.state, info.status))
 }
 
 #[cfg(test)]
