@@ -15,7 +15,7 @@ use sublet_core::broker::policy_limits::PolicyLimit;
 use sublet_core::config::Config;
 use sublet_core::inventory::{self, Inventory};
 use sublet_core::ledger::{Container, LeaseId, Ledger, LedgerError, Store, Waiter};
-use sublet_core::place::{Placement, may_make_room, place_within};
+use sublet_core::place::{Placement, Refusal, may_make_room, place_within};
 use sublet_core::process::uptime_milliseconds;
 use sublet_core::request::Request;
 use sublet_core::share::{Isolation, Mode};
@@ -143,18 +143,11 @@ pub fn preview_after(
         rule.map_err(|reason| BrokerError::Refused { reason, temporary: false, candidates: Vec::new() })?;
     let limit = rule.map(|rule| PolicyLimit { uid, rule });
     let allowed = sublet_core::admit::take_lease::allowed_inventory(limit, inventory, config)?;
-    let check = |placement: &Placement| limit.map_or(Ok(()), |limit| limit.check(placement, ledger));
-    limit.map_or(Ok(()), |limit| limit.check_request(request, config))?;
-    let refusal =
-        match place_within(request, id, &allowed, ledger, config, &|placement| check(placement).is_ok()) {
-            Ok(placement) => {
-                let asks = Asks { id, container: &Container::default(), by: None, request };
-                let placement = place_in_order(asks, placement, (&allowed, inventory), ledger, config)?;
-                check(&placement)?;
-                return Ok(placement);
-            }
-            Err(refusal) => refusal.of_policy(&allowed, inventory),
-        };
+    let asks = Asks { id, container: &Container::default(), by: None, request };
+    let refusal = match find_room(asks, limit, (&allowed, inventory), ledger, config)? {
+        Ok(placement) => return Ok(placement),
+        Err(refusal) => refusal,
+    };
     let Some(order) = dynamic_mig::order_instance(request, limit, &allowed, ledger, config) else {
         let refused = AdmitError::from(refusal);
         let sources = (&*allowed, ledger, config);
@@ -181,6 +174,31 @@ pub fn preview_after(
         Ok(Err(none)) => AdmitError::Unmade { refused, why: none.reason, temporary: none.temporary },
         Err(error) => AdmitError::Unmade { refused, why: error.to_string(), temporary: true },
     })
+}
+
+/// Where there is room now for who asks by this policy, behind those who wait: among the `allowed` devices of the `host`. The
+/// inner error: nowhere, but a MIG instance might be created.
+///
+/// # Errors
+/// A refusal whatever instances there are.
+pub fn find_room(
+    asks: Asks<'_>,
+    limit: Option<PolicyLimit<'_>>,
+    (allowed, host): (&Inventory, &Inventory),
+    ledger: &Ledger,
+    config: &Config,
+) -> Result<Result<Placement, Box<Refusal>>, AdmitError> {
+    let check = |placement: &Placement| limit.map_or(Ok(()), |limit| limit.check(placement, ledger));
+    limit.map_or(Ok(()), |limit| limit.check_request(asks.request, config))?;
+    let allows = |placement: &Placement| check(placement).is_ok();
+    match place_within(asks.request, asks.id, allowed, ledger, config, &allows) {
+        Ok(placement) => {
+            let placement = place_in_order(asks, placement, (allowed, host), ledger, config)?;
+            check(&placement)?;
+            Ok(Ok(placement))
+        }
+        Err(refusal) => Ok(Err(refusal.of_policy(allowed, host))),
+    }
 }
 
 // The protections of a share, and their limits. Each line is measured in docs/evidence or follows from

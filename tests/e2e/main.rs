@@ -57,6 +57,7 @@ mod top;
 mod two_users;
 mod unmounted;
 mod unsent_limits;
+mod users_wait;
 mod versions;
 mod volumes;
 mod web;

@@ -67,7 +67,7 @@ enum Command {
     Explain(explain::Arguments),
     /// Advise how many containers share a GPU best, as text to paste; each advice is one that would be placed
     Advise(advise::Arguments),
-    /// Wait until the driver is up and a share is free; nobody is suspended for it
+    /// Wait until the driver is up and a share is free, in order with all who wait; nobody is suspended for it
     Wait(wait::Arguments),
     /// List leases, or release one
     #[command(subcommand)]

@@ -295,9 +295,10 @@ fn device_row(device: &Device<'_>, utf8: bool) -> [Cell; 11] {
 
 /// As `2. web has waited for 3m 20s, and is started when there is room: no room for mps, …`.
 fn waiting_line(waiting: &Waiting) -> String {
-    let Waiting { container_id, name, pid, place, asks, why, began, .. } = waiting;
+    let Waiting { container_id, name, pid, uid, place, asks, why, began, .. } = waiting;
     let id = container_id.as_deref().map(short_id);
-    let who = name.as_deref().map(safe).or(id).unwrap_or_else(|| "`sublet wait`".to_owned());
+    let by = if *uid == 0 { String::new() } else { format!(" {}", of_user(*uid)) };
+    let who = name.as_deref().map(safe).or(id).unwrap_or_else(|| format!("`sublet wait`{by}"));
     let again = if pid.is_none() { ", and is started when there is room" } else { "" };
     let why = first_line(why);
     let what = asks.as_deref().filter(|asks| !why.contains(asks));

@@ -6,6 +6,8 @@ use std::time::{Duration, Instant};
 
 use crate::preview::{Whose, preview, seen_ledger};
 use sublet_core::admit::{AdmitError, Local, fresh_inventory, is_remote};
+use sublet_core::broker::client::Broker;
+use sublet_core::broker::protocol::{Answer, Ask};
 use sublet_core::config::Config;
 use sublet_core::ledger::{Container, LeaseId, Waiter};
 use sublet_core::names::replace_ids;
@@ -20,6 +22,9 @@ const LONGEST: Duration = Duration::from_secs(24 * 60 * 60);
 
 /// The pause between two attempts.
 const LOOK_AGAIN: Duration = Duration::from_millis(250);
+
+/// How often `sublet serve` is asked to keep a place.
+const KEEP_AGAIN: Duration = Duration::from_secs(10);
 
 /// The pause between two lines for a terminal.
 const SAY_AGAIN: Duration = Duration::from_secs(10);
@@ -53,9 +58,9 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<()> {
     let request =
         if annotations.is_empty() { None } else { Some(request::parse(&annotations, None, None, config)?) };
     let deadline = Instant::now() + arguments.timeout;
-    let (mut said, mut waiter, mut place) = (None, None, None);
+    let (mut said, mut entry, mut place) = (None, None, None);
     loop {
-        match look(request.as_ref(), waiter.as_ref(), &mut place, config) {
+        match look(request.as_ref(), &mut entry, &mut place, config) {
             // An instance would be created.
             Ok(()) | Err(AdmitError::WouldMake { .. }) => return Ok(()),
             Err(
@@ -65,11 +70,13 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<()> {
             }
             Err(error) if Instant::now() >= deadline => return Err(error.into()),
             Err(error) => {
-                if let (Some(request), None) = (&request, &waiter) {
+                if let (Some(request), None) = (&request, &entry) {
                     let (id, us) = (LeaseId::random()?, Process::current()?);
                     let (none, request) = (Container::default(), request.clone());
                     let request = Request { wait: arguments.timeout, ..request };
-                    waiter = Some(Waiter::new(&id, &none, &request, &error.to_string(), Some(us)));
+                    let waiter = Waiter::new(&id, &none, &request, &error.to_string(), Some(us));
+                    let ask = Ask::Wait { annotations: annotations.clone() };
+                    entry = Some(Entry { waiter, ask, asked: None });
                     // Its place is known once it has one.
                     continue;
                 }
@@ -92,23 +99,48 @@ fn say(said: &mut Option<(Instant, String)>, why: String, left: Duration) {
     }
 }
 
-/// Whether there is room. `waiter` is put into the order of those who wait, until its process ends, in which `place` is its
+/// One among those who wait.
+struct Entry {
+    waiter: Waiter,
+    /// What `sublet serve` is asked where this process does not change the ledger itself, and when it was.
+    ask: Ask,
+    asked: Option<Instant>,
+}
+
+impl Entry {
+    /// Has `sublet serve` keep its place. Where it does not, being another version or stopped, this process waits without one.
+    fn keep(&mut self, config: &Config) {
+        if self.asked.is_some_and(|at| at.elapsed() < KEEP_AGAIN) {
+            return;
+        }
+        match Broker::new(config).ask(&self.ask) {
+            Ok(Answer::Lease(Some(id))) => self.waiter.id = id,
+            answer => tracing::debug!("no place among those who wait: {answer:?}"),
+        }
+        self.asked = Some(Instant::now());
+    }
+}
+
+/// Whether there is room. The `entry` is put into the order of those who wait, until its process ends, in which `place` is its
 /// own among those who want the same devices.
 fn look(
     request: Option<&Request>,
-    waiter: Option<&Waiter>,
+    entry: &mut Option<Entry>,
     place: &mut Option<usize>,
     config: &Config,
 ) -> Result<(), AdmitError> {
     let mut inventory = fresh_inventory(config)?;
     let Some(request) = request else { return Ok(()) };
-    if !is_remote(config) {
+    if is_remote(config) {
+        entry.iter_mut().for_each(|entry| entry.keep(config));
+    } else {
         // Elsewhere nothing more can be known than what the error says.
-        let updated = Local::new(config).update(|ledger| waiter.map(|one| ledger.add_waiter(one.clone())));
+        let waiter = entry.as_ref().map(|entry| entry.waiter.clone());
+        let updated = Local::new(config).update(|ledger| waiter.map(|one| ledger.add_waiter(one)));
         updated.or_else(|error| if error.is_elsewhere() { Ok(None) } else { Err(error) })?;
     }
-    let id =
-        waiter.map_or_else(LeaseId::random, |waiter| Ok(waiter.id.clone())).map_err(AdmitError::Random)?;
+    let id = entry.as_ref().map_or_else(LeaseId::random, |entry| Ok(entry.waiter.id.clone()));
+    let id = id.map_err(AdmitError::Random)?;
     let ledger = seen_ledger(config)?;
     *place = place_of(&id, &ledger.waiters, &inventory, config);
     preview(request, &id, (&mut inventory, &ledger, false), Whose::callers(config), config).map(drop)

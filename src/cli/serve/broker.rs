@@ -1,7 +1,9 @@
 //! Answers one request of one client. This may be slow, but it waits neither for a client nor for a container.
 
 use std::cell::Cell;
+use std::collections::BTreeMap;
 use std::path::Path;
+use std::time::Duration;
 
 use anyhow::{bail, ensure};
 use nix::unistd::geteuid;
@@ -16,21 +18,27 @@ use crate::known_faults::KnownFaults;
 use crate::names;
 use crate::peer::{Foreign, OWNS, Peer, Pinned};
 use crate::policy_rule::rule_of;
+use crate::preview::find_room;
 use crate::suspend::{self, Done, SuspendError};
+use sublet_core::admit::dynamic_mig::order_instance;
 use sublet_core::admit::take_lease::allowed_inventory;
-use sublet_core::admit::{self, AdmitError, Candidate, JobError, Local, PutOff, asks_for_job_share};
+use sublet_core::admit::{self, AdmitError, Asks, Candidate, JobError, Local, PutOff, asks_for_job_share};
 use sublet_core::config::Config;
 use sublet_core::config_files;
-use sublet_core::ledger::{Container, DaemonKey, LeaseId, Ledger, Store, Waiter};
+use sublet_core::ledger::{Container, DaemonKey, LeaseId, Ledger, LedgerError, Store, Waiter};
+use sublet_core::mps;
 use sublet_core::place::meant;
+use sublet_core::request::{self, Request};
 use sublet_core::slurm::{JobCgroup, JobRecord};
 use sublet_core::text::safe;
-use sublet_core::{mps, request};
 
 /// The longest container id (runc: 1024) and path (`PATH_MAX`), in bytes, and the most mount points of one image.
 const LONGEST_ID: usize = 1024;
 const LONGEST_PATH: usize = 4096;
 const MOST_MOUNT_POINTS: usize = 512;
+
+/// How long a `sublet wait` keeps its place without asking again. It asks every ten seconds.
+const KEPT: Duration = Duration::from_secs(120);
 
 /// The answer to one line from `peer`, as a line. With `put_off`, MIG instances are neither created nor destroyed; it
 /// then says what has to be done.
@@ -97,6 +105,7 @@ fn carry_out(ask: &Ask, peer: Peer, put_off: Option<&Cell<PutOff>>) -> anyhow::R
             return Ok(Answer::Inventory(Box::new(admit::fresh_inventory(config)?)));
         }
         Ask::Admit(request) => return client.admit(request, state, put_off),
+        Ask::Wait { annotations } => return Ok(Answer::Lease(client.wait(annotations, state)?)),
         Ask::Bind { lease, container, pid } => {
             client.own(lease)?;
             check_names(container)?;
@@ -208,16 +217,7 @@ impl<'a> Client<'a> {
             bail!(AdmitError::from(JobError::NotInJob));
         }
         let Peer { pid, uid } = self.peer;
-        let wanted = request::parse(&request.annotations, request.share.as_deref(), None, self.config)
-            .map_err(AdmitError::from)?;
-        // Whom a user's container is for, the kernel says.
-        if let Some(other) = &wanted.owner {
-            let user = safe(&names::user(uid));
-            ensure!(
-                *other == user,
-                "sublet.owner={other} is not {user}, whose container it is; fix: leave sublet.owner out"
-            );
-        }
+        let wanted = self.request(&request.annotations, request.share.as_deref())?;
         let asker = Pinned::of(pid, uid)?.process;
         let owner = Pinned::of(request.owner.unwrap_or(pid), uid)?.process;
         let ContainerNames { id, bundle, rootfs, record } = request.container.clone();
@@ -242,11 +242,7 @@ impl<'a> Client<'a> {
             return Ok(Answer::Done(false));
         }
         // One that waits has its entry already, with another id.
-        let entry = state.update(|ledger| {
-            ledger.add_waiter(waiter);
-            ledger.waiters.iter().find(|one| one.process == Some(asker)).map(|one| one.id.clone())
-        })?;
-        let Some(id) = entry else { return Err(refused.into()) };
+        let Some(id) = enter_order(waiter, state)? else { return Err(refused.into()) };
         let admitted = match room::make_room(&id, uid, self.config) {
             Ok(()) => state.admit_for(&candidate, request, asker, limit),
             Err(why) => Err(refused.without_room(&why.to_string())),
@@ -255,6 +251,57 @@ impl<'a> Client<'a> {
             state.update(|ledger| ledger.waiters.retain(|one| one.id != id))?;
         }
         Ok(admitted?)
+    }
+
+    fn request(
+        &self,
+        annotations: &BTreeMap<String, String>,
+        share: Option<&str>,
+    ) -> anyhow::Result<Request> {
+        let request = request::parse(annotations, share, None, self.config).map_err(AdmitError::from)?;
+        // Whom a user's container is for, the kernel says.
+        if let Some(other) = &request.owner {
+            let user = safe(&names::user(self.peer.uid));
+            ensure!(
+                *other == user,
+                "sublet.owner={other} is not {user}, whose container it is; fix: leave sublet.owner out"
+            );
+        }
+        Ok(request)
+    }
+
+    /// The entry of the client's process among those who wait, which is kept for a while from now on. `None`: there is room now, or
+    /// no place in the order.
+    fn wait(
+        &self,
+        annotations: &BTreeMap<String, String>,
+        state: Local<'_>,
+    ) -> anyhow::Result<Option<LeaseId>> {
+        // Root writes its entry itself; the number of a user's is bounded.
+        let Some(limit) = self.limit()? else { return Ok(None) };
+        let (Peer { pid, uid }, config) = (self.peer, self.config);
+        let request = Request { wait: KEPT, ..self.request(annotations, None)? };
+        let asker = Pinned::of(pid, uid)?.process;
+        let (id, container) = (LeaseId::random()?, Container { uid, ..Container::default() });
+        let inventory = admit::fresh_inventory(config)?;
+        let allowed = allowed_inventory(Some(limit), &inventory, config)?;
+        let mut ledger = self.ledger()?.seen_by(uid);
+        ledger.waiters.retain(Waiter::is_there);
+        let asks = Asks { id: &id, container: &container, by: Some(asker), request: &request };
+        let refused = match find_room(asks, Some(limit), (&allowed, &inventory), &ledger, config) {
+            Ok(Ok(_)) => return Ok(None),
+            Ok(Err(refusal)) => AdmitError::from(refusal),
+            Err(error) => error,
+        };
+        // Of a MIG instance that would have to be created it is not known here whether it can be by now.
+        let ordered = || order_instance(&request, Some(limit), &allowed, &ledger, config);
+        let may_be_made = || matches!(ordered(), Some(Ok(order)) if !order.sites.is_empty());
+        if !refused.is_temporary() && !may_be_made() {
+            return Err(refused.into());
+        }
+        let mut waiter = Waiter::new(&id, &container, &request, &refused.to_string(), Some(asker));
+        waiter.rule = Some(limit.rule.clone());
+        Ok(enter_order(waiter, state)?)
     }
 
     /// Refuses a lease that is not the client's, in the same way as one that does not exist.
@@ -330,6 +377,16 @@ impl<'a> Client<'a> {
             "leases": own,
         })))
     }
+}
+
+/// Puts `waiter` into the order of those who wait. The id of its process's entry, which may have one already; `None`: there is no
+/// place for it.
+fn enter_order(waiter: Waiter, state: Local<'_>) -> Result<Option<LeaseId>, LedgerError> {
+    let asker = waiter.process;
+    state.update(|ledger| {
+        ledger.add_waiter(waiter);
+        ledger.waiters.iter().find(|one| one.process == asker).map(|one| one.id.clone())
+    })
 }
 
 /// Checks that the texts that go into the ledger have a limited length and name what they should.

@@ -100,7 +100,7 @@ pub struct Waiting {
     pub name: Option<String>,
     /// The process that waits; null: the container was refused, and `sublet serve` starts it again.
     pub pid: Option<i32>,
-    /// The user whose container it is, or whose engine's.
+    /// The user whose container or `sublet wait` it is, or whose engine's.
     pub uid: u32,
     /// Whom it is for.
     #[serde(skip)]

@@ -17,6 +17,9 @@ const ANSWER_LIMIT: Duration = Duration::from_secs(150);
 /// The same where GPU memory is copied, maybe after that of other users. The service gives each copy 4 s for a GiB.
 const COPY_LIMIT: Duration = Duration::from_secs(3600);
 
+/// The same for a place among those who wait, which is asked for again: who waits has a time of its own.
+const PLACE_LIMIT: Duration = Duration::from_secs(5);
+
 /// How long to wait for a service that is restarting, or that already works for its maximum number of this user's
 /// containers.
 const BUSY_LIMIT: Duration = Duration::from_secs(30);
@@ -141,6 +144,7 @@ fn answer_limit(ask: &Ask, making_room: Duration) -> Duration {
     match ask {
         Ask::Suspend { .. } | Ask::Resume { .. } | Ask::Move { .. } => COPY_LIMIT,
         Ask::MakeRoom { .. } => making_room,
+        Ask::Wait { .. } => PLACE_LIMIT,
         Ask::Admit(_) => ANSWER_LIMIT.saturating_add(making_room),
         _ => ANSWER_LIMIT,
     }

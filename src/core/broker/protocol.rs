@@ -34,6 +34,12 @@ pub enum Ask {
     Inventory,
     /// Asks for a share for a container that is being created. The service looks once. Waiting is left to the client.
     Admit(Box<Admit>),
+    /// The client waits for room and takes no share (`sublet wait`): it has a place among those who wait, which it asks for again
+    /// and again.
+    Wait {
+        /// As [`Admit::annotations`].
+        annotations: BTreeMap<String, String>,
+    },
     /// The container of `lease` exists: its first process.
     Bind {
         /// The lease.
@@ -193,7 +199,7 @@ pub enum Answer {
     Granted(Box<Granted>),
     /// To `admit`, where the spec carries a live lease of this container.
     AlreadyGranted(LeaseId),
-    /// To `ending`: the container's lease, if it has one.
+    /// To `ending`: the container's lease, if it has one. To `wait`: the id of the client's entry, if it has one.
     Lease(Option<LeaseId>),
     /// To `end` and `withdraw`: the leftovers that the client has to remove, if any.
     Freed(Option<Leftover>),
@@ -351,6 +357,8 @@ mod tests {
             written(&Ask::StartDaemon { key: "GPU-1".into() }),
             "{\"v\":1,\"do\":\"start-daemon\",\"key\":\"GPU-1\"}\n"
         );
+        let wait = Ask::Wait { annotations: [("sublet.sm".to_owned(), "25".to_owned())].into() };
+        assert_eq!(written(&wait), "{\"v\":1,\"do\":\"wait\",\"annotations\":{\"sublet.sm\":\"25\"}}\n");
         let admit = Admit {
             container: ContainerNames {
                 id: "c1".into(),
@@ -424,7 +432,7 @@ mod tests {
 
         #[test]
         fn any_json_about_right_is_answered_in_one_safe_line(
-            verb in "(admit|bind|ending|unmark|end|withdraw|enter|start-daemon|status|[a-z]{1,5})",
+            verb in "(admit|wait|bind|ending|unmark|end|withdraw|enter|start-daemon|status|[a-z]{1,5})",
             key in "(lease|pid|id|key|record|container|annotations|image|[a-z]{1,4})",
             value in "(null|true|-?[0-9]{1,30}|\"[^\"\\\\]{0,20}\"|\\[\\]|\\{\\}|\\{\"id\":1\\})",
         ) {

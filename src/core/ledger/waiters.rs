@@ -179,7 +179,7 @@ impl Ledger {
         let is_over = waiter.rule.is_some() && self.waiters.iter().filter(of_user).count() >= MOST_OF_A_USER;
         match self.waiters.iter_mut().find(is_its) {
             Some(old) if old.retry.is_some() || old.process == waiter.process => {
-                (old.request, old.why) = (waiter.request, waiter.why);
+                (old.request, old.why, old.rule) = (waiter.request, waiter.why, waiter.rule);
                 // Of a refused container's start nobody says how long it takes.
                 old.until = old.until.max(waiter.until.filter(|_| old.retry.is_none()));
             }
@@ -279,6 +279,9 @@ mod tests {
             ledger.add_waiter(users(n, 1000, me));
         }
         assert_eq!((ledger.waiters.len(), ledger.waiters[0].id.as_str()), (1, "0000000000000001"));
+        let rule = Some(PolicyRule { leases: Some(1), ..PolicyRule::default() });
+        ledger.add_waiter(Waiter { rule: rule.clone(), ..users(9, 1000, me) });
+        assert_eq!((ledger.waiters.len(), &ledger.waiters[0].rule), (1, &rule), "the policy of now");
         for n in 10..100 {
             ledger.add_waiter(users(n, 1000, Process { start_time: n, ..me }));
         }
