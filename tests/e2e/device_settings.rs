@@ -110,15 +110,17 @@ fn exclusive_mode_is_off_beside_strangers_and_where_it_is_forbidden() {
     always.assert_empty();
 }
 
-/// A list that NVML does not give is not an empty list, and a GPU that does not report a display may have one.
+/// A list that NVML does not give is not an empty list, a GPU that does not report a display may have one, and the driver may
+/// refuse the mode.
 #[test]
-fn exclusive_mode_is_off_where_nobody_can_tell_who_is_there() {
+fn exclusive_mode_is_off_where_nobody_can_tell_who_is_there_and_where_it_cannot_be_set() {
     if skip_unless_root() {
         return;
     }
     for (call, why) in [
         ("nvmlDeviceGetComputeRunningProcesses_v3", "who is on it"),
         ("nvmlDeviceGetDisplayActive", "whether it drives a display"),
+        ("nvmlDeviceSetComputeMode", "an internal driver error occurred"),
     ] {
         for policy in ["auto", "always"] {
             let world = World::simulated("h200", &format!("[mps]\nexclusive_compute_mode = \"{policy}\"\n"));

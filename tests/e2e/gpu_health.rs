@@ -4,13 +4,14 @@
 use std::fs::File;
 use std::io::Write as _;
 use std::path::PathBuf;
+use std::process::Command;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::Duration;
 
 use nix::unistd::Pid;
 use serde_json::{Value, json};
 use sublet_e2e::user::Host;
-use sublet_e2e::{World, eventually, skip_unless_root};
+use sublet_e2e::{World, bin_dir, eventually, skip_unless_root};
 
 use crate::two_users::{self, ALICE, BOB, HOLD, QUARTER};
 
@@ -311,6 +312,11 @@ fn what_a_gpu_tells_is_a_warning_or_keeps_leases_away() {
     let has_all = |status: &str| warnings.iter().all(|warning| status.contains(warning));
     assert!(eventually(|| has_all(&said(world, &["status"]))), "{}", said(world, &["status"]));
     assert_eq!(state(world, 3), json!("ok"));
+    let doctor = said(world, &["doctor", "--quick"]).to_lowercase();
+    let row = doctor.lines().find(|row| row.contains("gpu 3: ")).unwrap_or_default();
+    for part in ["by the host's power supply", "it has not joined its nvlink fabric yet"] {
+        assert!(row.starts_with("warn") && row.contains(part), "{doctor}");
+    }
     let has = |reason: &str| {
         let health = world.status()["devices"][3]["health"].clone();
         health["state"] == "unhealthy" && health["reason"].as_str().is_some_and(|why| why.contains(reason))
@@ -377,7 +383,7 @@ fn a_fault_that_was_there_before_the_service_keeps_the_first_container_away() {
 
 fn reset(world: &World) {
     let smi = world.driver_root.as_ref().expect("simulated").join("usr/bin/nvidia-smi");
-    let reset = std::process::Command::new(smi).args(["-i", "3", "--gpu-reset"]).output().expect("it runs");
+    let reset = Command::new(smi).args(["-i", "3", "--gpu-reset"]).output().expect("it runs");
     assert!(reset.status.success(), "{reset:?}");
 }
 
@@ -417,9 +423,32 @@ fn a_drain_outlives_a_reboot_with_its_reason() {
     other.down();
     assert!(world.sublet(&["undrain", "3"]).status.success());
     reboot(&world);
+    assert_eq!(run(&world, &["drain", "3", "--until", "1s"]), (true, String::new()));
+    assert!(eventually(|| world.status()["devices"][3]["drained"] == json!(false)), "it ends by itself");
+    reboot(&world);
     let open = world.bundle("open", &share("3"), HOLD);
     open.up();
     open.down();
+    world.assert_empty();
+}
+
+#[test]
+fn who_logged_in_is_who_drained() {
+    if skip_unless_root() {
+        return;
+    }
+    let world = World::simulated("h200", "");
+    let login = "echo 4321 >/proc/self/loginuid || exit 77; exec \"$@\"";
+    let mut command = Command::new("/bin/sh");
+    command.args(["-c", login, "sh"]).arg(bin_dir().join("sublet")).args(["drain", "0"]);
+    let drained = command.env("SUBLET_CONFIG", &world.config).output().expect("sh runs");
+    if drained.status.code() == Some(77) {
+        eprintln!("skipped: {}", String::from_utf8_lossy(&drained.stderr));
+        return;
+    }
+    assert!(drained.status.success(), "{drained:?}");
+    let status = said(&world, &["status"]);
+    assert!(status.contains("GPU 0 is drained by 4321 since "), "{status}");
     world.assert_empty();
 }
 

@@ -5,9 +5,9 @@ use std::process::Output;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use serde_json::{Value, json};
-use sublet_e2e::mig::{SMALL, listed, namespaces, process_on, remake_small, shape};
+use sublet_e2e::mig::{SMALL, ledger, listed, namespaces, process_on, remake_small, shape};
 use sublet_e2e::user::Host;
-use sublet_e2e::{World, skip_unless_root};
+use sublet_e2e::{World, eventually, skip_unless_root};
 
 /// What the A100 of `a100x2-mig` has when it comes up, as (GPU instance, placement, UUIDs).
 const FOUND: &str = "4g.20gb@0 2g.10gb@4[1c,1c] 1g.5gb@6";
@@ -49,6 +49,24 @@ fn uuids(gpu: &Value) -> Vec<String> {
 
 fn path(file: &std::path::Path) -> &str {
     file.to_str().expect("UTF-8")
+}
+
+/// As if process `pid` were changing the layout of GPU 0. Returns the ledger.
+fn begin_change(world: &World, pid: u32) -> Value {
+    let line = std::fs::read_to_string(format!("/proc/{pid}/stat")).expect("stat");
+    let fields = line.rsplit_once(") ").expect("a name").1;
+    let start: u64 = fields.split(' ').nth(19).expect("field 22").parse().expect("a number");
+    let device = world.status()["devices"][0]["uuid"].clone();
+    let owner = json!({"pid": pid, "start_time": start});
+    let mut busy = ledger(world);
+    busy["namespaces"] = namespaces();
+    busy["mig"] = json!({"count": 0, "under_way": {"gpus": [device], "owner": owner}});
+    write_ledger(world, &busy);
+    busy
+}
+
+fn write_ledger(world: &World, ledger: &Value) {
+    std::fs::write(world.state_dir().join("ledger.json"), ledger.to_string()).expect("written");
 }
 
 const SEVEN: &str = "[[gpu]]\nmatch = \"0\"\nmig = true\ninstances = [{ profile = \"1g.5gb\", count = 7 }]\n";
@@ -336,18 +354,7 @@ fn leases_and_changes_keep_out_of_each_others_way() {
     bundle.down();
 
     // A change of a process that lives: this one.
-    let line = std::fs::read_to_string("/proc/self/stat").expect("stat");
-    let fields = line.rsplit_once(") ").expect("a name").1;
-    let start: u64 = fields.split(' ').nth(19).expect("field 22").parse().expect("a number");
-    let ledger = world.state_dir().join("ledger.json");
-    let read =
-        || -> Value { serde_json::from_slice(&std::fs::read(&ledger).expect("a ledger")).expect("JSON") };
-    let mut busy = read();
-    let device = world.status()["devices"][0]["uuid"].clone();
-    let owner = json!({"pid": std::process::id(), "start_time": start});
-    busy["namespaces"] = namespaces();
-    busy["mig"] = json!({"count": 0, "under_way": {"gpus": [device], "owner": owner}});
-    std::fs::write(&ledger, busy.to_string()).expect("written");
+    let mut busy = begin_change(&world, std::process::id());
     let error = refused(&world, &["apply", path(&off)]);
     assert!(
         error.contains(&format!("process {} is changing this host's MIG layout", std::process::id())),
@@ -359,13 +366,41 @@ fn leases_and_changes_keep_out_of_each_others_way() {
 
     // That process has ended, so it is not waited for.
     busy["mig"]["under_way"]["owner"]["start_time"] = json!(1);
-    std::fs::write(&ledger, busy.to_string()).expect("written");
+    write_ledger(&world, &busy);
     second.up();
     second.down();
-    assert_eq!(read()["mig"], json!({"count": 1}));
+    assert_eq!(ledger(&world)["mig"], json!({"count": 1}));
     done(&world, &["apply", path(&off)]);
     assert_eq!(listed(&world, 0)["mig"]["enabled"], true);
-    assert_eq!(read()["mig"], json!({"count": 2}));
+    assert_eq!(ledger(&world)["mig"], json!({"count": 2}));
+    world.assert_empty();
+}
+
+/// An open NVML prevents the reset that a change may need, also beside containers of other GPUs.
+#[test]
+fn the_service_asks_nvml_nothing_while_a_layout_changes() {
+    if skip_unless_root() {
+        return;
+    }
+    let mut host = Host::new("h100x2-mig-off", "", std::path::Path::new(env!("CARGO_BIN_EXE_speak")));
+    let world = &host.world;
+    let bundle = world.bundle("one", &[("sublet.gpu", "1")], &["/usr/bin/cuda-probe", "hold", "120"]);
+    bundle.up();
+    let mut changes = std::process::Command::new("sleep").arg("600").spawn().expect("it runs");
+    begin_change(world, changes.id());
+    let trace = world.driver_root.as_ref().expect("simulated").join("sim/trace");
+    std::fs::write(&trace, "").expect("written");
+    // Each of its threads looks at its start; of those that ask NVML, accounting leaves a sign all the same.
+    host.serve = Some(world.command("sublet").arg("serve").spawn().expect("it runs"));
+    assert!(eventually(|| world.state_dir().join("lasting/usage/now.json").exists()));
+    std::thread::sleep(std::time::Duration::from_secs(2));
+    assert_eq!(std::fs::read_to_string(&trace).expect("a trace"), "");
+    changes.kill().and_then(|()| changes.wait().map(drop)).expect("it ends");
+    assert!(world.sublet(&["gc"]).status.success());
+    let serve = host.serve.as_ref().expect("it runs").id();
+    let maps = || std::fs::read_to_string(format!("/proc/{serve}/maps")).expect("/proc");
+    assert!(eventually(|| maps().contains("libnvidia-ml")), "the lease is guarded again");
+    bundle.down();
     world.assert_empty();
 }
 

@@ -4,6 +4,8 @@
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use serde_json::{Value, json};
+use sublet_core::process::epoch_seconds;
+use sublet_core::text::timestamp;
 use sublet_e2e::{Bundle, World, eventually, in_one_line, skip_unless_root, stop};
 
 use crate::hardened::Held;
@@ -188,6 +190,7 @@ fn who_waits_longest_is_served_first_and_leaves_its_place_when_it_is_killed() {
     let waits =
         |id: &'static str, sm: &str| world.bundle(id, &[("sublet.sm", sm), ("sublet.wait", "60s")], HOLD);
     let (large, small) = (waits("large", "80"), waits("small", "40"));
+    let began = timestamp(epoch_seconds());
     let queue = || world.status()["waiting"].clone();
     let wait_for = |many: usize| {
         assert!(eventually(|| queue().as_array().map(Vec::len) == Some(many)), "{}", queue());
@@ -203,6 +206,10 @@ fn who_waits_longest_is_served_first_and_leaves_its_place_when_it_is_killed() {
         };
         assert_eq!(told(0), (json!("large"), json!(1), json!("mps, 80 % SM")));
         assert_eq!(told(1), (json!("small"), json!(2), json!("mps, 40 % SM")));
+        let since = |at: usize| seen[at]["since"].as_str().expect("a time");
+        let now = timestamp(epoch_seconds());
+        let times = [&*began, since(0), since(1), &*now];
+        assert!(times.is_sorted(), "{times:?}");
         // It does not look any more, and keeps its place.
         let pid = seen[0]["pid"].as_i64().and_then(|pid| i32::try_from(pid).ok()).expect("a pid");
         let stopped = Stopped(Pid::from_raw(pid));

@@ -237,6 +237,13 @@ fn users_are_known_and_see_their_own_alone() {
         let told = text(&host.world, &[command, &["--user", alice]].concat());
         assert!(told.contains("alices") && !told.contains("roots"), "{command:?}: {told}");
     }
+    // What the kernel says may be said, too.
+    let named = host.bundle(ALICE, "named", &[QUARTER, &[("sublet.owner", alice)]].concat(), HOLD);
+    named.up();
+    let leases = host.world.leases();
+    let named_lease = leases.iter().find(|lease| lease["container_id"] == "named").expect("its lease");
+    assert_eq!(named_lease["owner"], json!({"name": alice, "known_by": "user"}));
+    named.down();
     alices.down();
     roots.down();
     host.world.assert_empty();

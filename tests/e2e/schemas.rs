@@ -4,7 +4,7 @@ use std::path::Path;
 use std::process::Command;
 
 use serde_json::{Value, json};
-use sublet_e2e::{World, skip_unless_root};
+use sublet_e2e::{World, eventually, skip_unless_root};
 
 const HOLD: &[&str] = &["/usr/bin/cuda-probe", "hold", "120"];
 const SLEEP: &[&str] = &["/bin/sleep", "120"];
@@ -65,7 +65,12 @@ fn the_state_of_a_host_and_its_past() {
         bundle
     });
     let _ = world.bundle("refused", &[("sublet.gpu", "7")], SLEEP).refused();
-    judged(&world, "status.json", &["status"]);
+    let mut command = world.command("sublet");
+    let mut waits = command.args(["wait", "gpu=1", "sm=90", "--timeout=60s"]).spawn().expect("it runs");
+    assert!(eventually(|| world.status()["waiting"].as_array().is_some_and(|all| all.len() == 1)));
+    let waiting = &judged(&world, "status.json", &["status"])["waiting"];
+    assert_eq!(waiting[0]["pid"], waits.id(), "{waiting}");
+    waits.kill().and_then(|()| waits.wait().map(drop)).expect("it ends");
     judged(&world, "lease-list.json", &["lease", "list"]);
     judged(&world, "mps-list.json", &["mps", "list"]);
     judged(&world, "doctor.json", &["doctor", "--quick"]);

@@ -325,6 +325,8 @@ fn a_user_waits_in_one_order_with_root() {
     holder.up();
     let bobs = host.bundle(BOB, "bobs", &[("sublet.sm", "80"), ("sublet.wait", "60s")], HOLD);
     let roots = host.world.bundle("roots", &[("sublet.sm", "40"), ("sublet.wait", "60s")], HOLD);
+    let share = [("sublet.sm", "40"), ("sublet.memory", "8GiB"), ("sublet.wait", "60s")];
+    let killed = host.bundle(ALICE, "killed", &share, HOLD);
     let queue = || host.world.status()["waiting"].clone();
     let wait_for = |many: usize| {
         assert!(eventually(|| queue().as_array().map(Vec::len) == Some(many)), "{}", queue());
@@ -340,6 +342,11 @@ fn a_user_waits_in_one_order_with_root() {
         };
         assert_eq!(told(0), (json!("bobs"), json!(BOB), json!(1)));
         assert_eq!(told(1), (json!("roots"), json!(0), json!(2)));
+        let of_alice = scope.spawn(|| killed.create());
+        wait_for(3);
+        run("kill", &["-9", &queue()[2]["pid"].to_string()]);
+        assert!(!of_alice.join().expect("no panic").ok);
+        wait_for(2);
         holder.down();
         let created = of_bob.join().expect("no panic");
         assert!(created.ok, "{created:?}");

@@ -3,6 +3,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
+use std::process::Child;
 
 use serde_json::{Value, json};
 use sublet_core::inventory::FACTS;
@@ -39,9 +40,14 @@ fn refused(world: &World, share: &[&str]) -> Value {
 
 /// The functions that this command calls.
 fn called(world: &World, command: &str) -> BTreeSet<String> {
+    called_during(world, || assert!(world.sublet(&[command]).status.success()))
+}
+
+/// The functions that are called during this work.
+fn called_during(world: &World, work: impl FnOnce()) -> BTreeSet<String> {
     let trace = driver(world, "sim/trace");
     std::fs::write(&trace, "").expect("written");
-    assert!(world.sublet(&[command]).status.success());
+    work();
     let called = std::fs::read_to_string(&trace).expect("a trace").lines().map(str::to_owned).collect();
     std::fs::remove_file(&trace).expect("removed");
     called
@@ -272,6 +278,75 @@ fn what_status_and_metrics_ask_costs_no_other_gpu() {
         bundle.down();
         world.assert_empty();
     }
+}
+
+/// Ends the service as a crash does.
+fn kill(serve: &mut Option<Child>) {
+    let mut serve = serve.take().expect("it runs");
+    serve.kill().and_then(|()| serve.wait().map(drop)).expect("it ends");
+}
+
+/// What the service asks fails on the first of two GPUs, in turn: the other one is guarded, its health is looked at, and it is
+/// served.
+#[test]
+fn what_the_service_asks_costs_no_other_gpu() {
+    if skip_unless_root() {
+        return;
+    }
+    let mut host = two_users::host("h100x2-mig-off");
+    let world = &host.world;
+    let start = || Some(world.command("sublet").arg("serve").spawn().expect("it runs"));
+    let bundles = ["0", "1"].map(|gpu| {
+        let share = [("sublet.gpu", gpu), ("sublet.sm", "25"), ("sublet.memory", "4GiB")];
+        let bundle = world.bundle(&format!("on-{gpu}"), &share, HOLD);
+        bundle.up();
+        bundle.event("info");
+        bundle
+    });
+    // Too hot: that is noted once the health of both has been asked for.
+    std::fs::write(driver(world, "sim/health"), "1 slow 64\n").expect("written");
+    let record = |name: &str| std::fs::read_to_string(world.state_dir().join(name)).unwrap_or_default();
+    let called = called_during(world, || {
+        host.serve = start();
+        // Of the guard, of health, and of accounting.
+        for (name, part) in [
+            ("guard.json", "looked_at"),
+            ("health.json", "too hot"),
+            ("lasting/usage/now.json", "sublet.usage"),
+        ] {
+            assert!(eventually(|| record(name).contains(part)), "{name}: {}", record(name));
+        }
+    });
+    for name in ["GetMPSComputeRunningProcesses_v3", "GetFieldValues", "GetProcessUtilization"] {
+        assert!(called.contains(&format!("nvmlDevice{name}")), "{name}: {called:?}");
+    }
+    let of_gpu = |name: &&String| name.starts_with("nvmlDevice") || name.starts_with("nvmlGpm");
+    let first = "GPU 0 is not guarded: ";
+    for function in called.iter().filter(of_gpu) {
+        kill(&mut host.serve);
+        for name in ["health.json", "guard.json"] {
+            std::fs::remove_file(world.state_dir().join(name)).expect("removed");
+        }
+        fail(world, &format!("{function}@0 0 999\n"));
+        host.serve = start();
+        let is_seen = || {
+            let status = world.status();
+            let blind = status["guard"]["blind"].as_array().expect("GPUs");
+            let is_first = |why: &Value| why.as_str().is_some_and(|why| why.starts_with(first));
+            let looked = status["guard"]["last_look_seconds"].is_u64() && blind.iter().all(is_first);
+            looked && status["warnings"].to_string().contains("GPU 1: it is slowed down")
+        };
+        assert!(eventually(is_seen), "{function}: {}", world.status());
+        let share = ["sublet.gpu=1", "sublet.sm=25", "sublet.memory=8GiB"];
+        assert_eq!(refused(world, &share), Value::Null, "{function}");
+        heal(world);
+        assert!(world.sublet(&["refresh"]).status.success(), "{function}");
+    }
+    kill(&mut host.serve);
+    for bundle in &bundles {
+        bundle.down();
+    }
+    world.assert_empty();
 }
 
 /// As the GB10 of a DGX Spark.

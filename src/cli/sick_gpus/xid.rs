@@ -115,8 +115,8 @@ mod tests {
 
     #[test]
     fn program_errors_ask_for_no_reset() {
-        for number in PROGRAM_ERRORS {
-            assert_eq!(describe(number).1, Program, "{number}");
+        for number in [13, 31, 43, 45, 68, 109] {
+            assert!(is_program_error(number) && describe(number).1 == Program, "{number}");
         }
         assert!([48, 63, 79, 154, 999].iter().all(|number| !is_program_error(*number)));
     }

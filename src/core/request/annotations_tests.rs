@@ -193,11 +193,13 @@ fn mig_profiles() {
 
 #[test]
 fn a_named_share_stands_for_its_keys() {
-    let config = with_share("small", &[("sm", "25"), ("memory", "8GiB"), ("mode", "mps")]);
+    let pairs = [("sm", "25"), ("memory", "8GiB"), ("mode", "mps"), ("owner", "vision")];
+    let config = with_share("small", &pairs);
     let by_key = parse(&annotations(&[("sublet.share", "small")]), None, None, &config).unwrap();
     let by_entry_point = parse(&annotations(&[]), Some("small"), None, &config).unwrap();
     assert_eq!(by_key.sm, Some(Percent::from_thousandths(25_000)));
     assert_eq!(by_key.memory, Some(Memory::Bytes(8_589_934_592)));
+    assert_eq!(by_key.owner.as_deref(), Some("vision"));
     assert_eq!(by_key, by_entry_point);
     let beside = annotations(&[("sublet.sm", "50"), ("sublet.gpu", "1")]);
     let beside = parse(&beside, Some("small"), None, &config).unwrap();

@@ -318,8 +318,10 @@ mod tests {
     use std::io::Write as _;
     use std::time::SystemTime;
 
+    use sublet_core::ledger::MigChange;
     use sublet_core::ledger::fixture::lease;
     use sublet_core::place::fixture::{device, host};
+    use sublet_core::process::Process;
 
     use super::*;
 
@@ -409,5 +411,21 @@ mod tests {
         assert_eq!(wanted(None, true), (vec![0, 1], true));
         assert_eq!(wanted(Some(Instant::now()), true), (vec![0], false));
         assert_eq!(wanted(None, false), (vec![0], false), "an Xid of GPU 0 would be lost meanwhile");
+    }
+
+    #[test]
+    fn nvml_is_closed_while_a_mig_layout_is_changed() {
+        let (_dir, config) = of_two();
+        let wanted = |changed: &[&str]| {
+            let gpus = changed.iter().map(|gpu| (*gpu).to_owned()).collect();
+            let change = |ledger: &mut Ledger| {
+                ledger.leases = vec![lease(1, "GPU-0")];
+                ledger.mig.under_way = Some(MigChange { gpus, owner: Process::current().unwrap() });
+            };
+            Store::open(&config.state_dir).unwrap().change(change).unwrap();
+            Watcher { config: config.clone(), ..Watcher::default() }.wanted().0.len()
+        };
+        assert_eq!(wanted(&["GPU-1"]), 0);
+        assert_eq!(wanted(&[]), 1, "an instance is made for a container, which needs no reset");
     }
 }
