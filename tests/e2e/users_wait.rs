@@ -1,7 +1,7 @@
 //! `sublet wait` of users without root, for whom `sublet serve` keeps a place among those who wait.
 
 use std::io::{BufRead as _, BufReader, Write as _};
-use std::os::unix::fs::PermissionsExt as _;
+use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixListener;
 use std::process::{Child, Command};
 use std::sync::mpsc::channel;
