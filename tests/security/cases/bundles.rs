@@ -46,12 +46,13 @@ neighbours() { sed -n 's/.*"init":{"process":{"pid":\([0-9]*\).*/\1/p' $STATE/le
 "#;
 
 /// Further functions for the entry point of criu. (The runtimes' own sleep ends when it is stopped. To make an image of
-/// a container with a share, the settings that stop criu are left empty.)
+/// a container with a share, the settings that stop criu are left empty, and criu is asked again where it meets a process that is
+/// just being made.)
 const CRIU: &str = r#"below() { (runtime() { "$(sed -n 's/^low_level = \["\(.*\)"\]/\1/p' $CONFIG)" --root "$ROOT" "$@"; }; "$@"); }
 runs() { swap '"/bin/sleep","60"' '"/bin/sh","-c","while :; do sleep 1; done"' $DIR/bundles/$1/config.json; runtime create --bundle $DIR/bundles/$1 $1 </dev/null >/dev/null 2>&1 && runtime start $1; }
 save() { runtime checkpoint --image-path $PWD/i --work-path $PWD/w "$@"; }
 restore() { runtime restore --image-path $PWD/i --work-path $PWD/w --bundle $DIR/bundles/$1 --detach $2 </dev/null >/dev/null 2>said; local rc=$?; cat said >&2; return $rc; }
-imaged() { : >$STATE/no-checkpoint.conf; runs q && below save q; sublet refresh >/dev/null; sublet gc >/dev/null; }
+imaged() { : >$STATE/no-checkpoint.conf; runs q && for try in 1 2 3 4 5; do below save q 2>/dev/null && break; done; sublet refresh >/dev/null; sublet gc >/dev/null; }
 alive() { runtime state $1 | grep -o running; }
 leases() { sublet lease list --format json | grep -c container_id; }
 "#;
