@@ -132,7 +132,9 @@ fn look(
     let mut inventory = fresh_inventory(config)?;
     let Some(request) = request else { return Ok(()) };
     if is_remote(config) {
-        entry.iter_mut().for_each(|entry| entry.keep(config));
+        if let Some(entry) = entry {
+            entry.keep(config);
+        }
     } else {
         // Elsewhere nothing more can be known than what the error says.
         let waiter = entry.as_ref().map(|entry| entry.waiter.clone());
