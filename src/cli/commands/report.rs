@@ -100,13 +100,14 @@ fn row(name: String, group: &Group) -> [Cell; 8] {
 
 /// Gaps of the figures, a line each.
 fn notes(report: &Report) -> Vec<String> {
-    let (unseen, hours, days) = (report.total.unseen_ends, report.unwatched_hours, report.unread.join(", "));
+    let (unseen, hours) = (report.total.unseen_ends, report.unwatched_hours);
+    let days = report.unread.iter().map(|day| safe(day)).collect::<Vec<_>>().join(", ");
     let unseen = format!("Leases whose end nobody saw, which count up to the last sign of life: {unseen}.");
     let unwatched = format!(
         "Nobody looked for {hours:.2} hours: what began and ended then may be missing, and what was used is. \
          `systemctl enable --now sublet.service` looks."
     );
-    let unread = format!("Days whose record cannot be read: {}.", safe(&days));
+    let unread = format!("Days whose record cannot be read: {days}.");
     let all =
         [(report.total.unseen_ends > 0, unseen), (hours >= 0.01, unwatched), (!days.is_empty(), unread)];
     all.into_iter().filter(|(is, _)| *is).map(|(_, note)| note).collect()
