@@ -294,8 +294,8 @@ fn starts(full: &Host, empty: &Host) -> Result<()> {
 }
 
 /// The NVML calls that the service makes of GPUs with leases, as often, and nothing else: every half a second the guard's (handle
-/// and memory; both lists every two and every four seconds) and a look at the events, every ten seconds a GPU's state, every half
-/// a minute what processes computed.
+/// and memory; both lists every two and every four seconds) and a look at the events, every five seconds with NVML opened anew
+/// what a GPU is, every ten its state, every half a minute what processes computed.
 fn nvml_calls(library: &str) -> Result<()> {
     const ROUND: Duration = Duration::from_millis(500);
     // Recovery action, remapped rows, errors of NVLinks: as many as src/cli/serve/health/gpu_state.rs asks for (nvml-wrapper
@@ -316,6 +316,9 @@ fn nvml_calls(library: &str) -> Result<()> {
         let began = Instant::now();
         for set in &sets {
             let _ = set.wait(0);
+        }
+        if look % 10 == 0 {
+            describe(library)?;
         }
         for uuid in &uuids {
             let device = nvml.device_by_uuid(uuid.as_str())?;
@@ -338,6 +341,27 @@ fn nvml_calls(library: &str) -> Result<()> {
             }
         }
         sleep(ROUND.saturating_sub(began.elapsed()));
+    }
+    Ok(())
+}
+
+/// What src/cli/probe/nvml.rs asks of each GPU, but for its processes, to find those that do not answer.
+fn describe(library: &str) -> Result<()> {
+    let nvml = Nvml::builder().lib_path(library.as_ref()).init()?;
+    for gpu in 0..nvml.device_count()? {
+        let device = nvml.device_by_index(gpu)?;
+        device.pci_info()?;
+        device.pci_info()?;
+        device.minor_number()?;
+        device.uuid()?;
+        let _ = device.mig_mode();
+        device.cuda_compute_capability()?;
+        device.num_cores()?;
+        device.memory_info()?;
+        device.compute_mode()?;
+        let _ = device.virtualization_mode();
+        device.name()?;
+        let _ = device.is_display_active();
     }
     Ok(())
 }

@@ -33,7 +33,7 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<()> {
     }
     // First, because it rebuilds a ledger that is lost.
     settle(config)?;
-    let left = Local::new(config).kill_left_processes(crate::peer::OWNS)?;
+    let left = Local::new(config).kill_left_processes(&Store::open(&config.state_dir)?, crate::peer::OWNS)?;
     if !left.is_empty() {
         for line in left {
             println!("{line}");

@@ -7,7 +7,7 @@ use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use crate::cached_files::{Changes, Kept};
-use crate::gpu_processes::Looker;
+use crate::gpu_processes::{Look, Looker};
 
 use super::enforce::{Acting, Awaited};
 use super::judge::{Judge, Offence, Verdict};
@@ -15,7 +15,7 @@ use super::mps_servers::Servers;
 use super::silent_connections::Silent;
 use super::{Event, OFF};
 use sublet_core::admit::Local;
-use sublet_core::config::Config;
+use sublet_core::config::{self, Config};
 use sublet_core::inventory::{self, Device, Inventory};
 use sublet_core::ledger::{Ledger, LedgerError, Store};
 use sublet_core::process::Process;
@@ -50,6 +50,8 @@ struct Earlier {
     inventory: Kept<Inventory>,
     looker: Looker,
     judge: Judge,
+    /// What was judged last, and by which rules, if that need not be judged again: an idle host's looks are all the same.
+    judged: Option<(Vec<Look>, Rc<Ledger>, config::Guard)>,
     servers: Servers,
     silent: Silent,
     /// When each process was last acted on, for which offence and with which action.
@@ -188,11 +190,20 @@ impl Guard {
         // If the driver was unloaded or all its GPUs were lost, NVML is opened again.
         self.earlier.nvml = (!looks.is_empty() || blind.is_empty()).then_some((nvml, known));
         let lost = self.earlier.servers.lost(&looks, ledger);
-        let verdicts = self.earlier.judge.judge(&looks, ledger, &config.guard);
-        for device in &self.earlier.judge.unsure {
-            self.earlier.looker.forget_lists(device);
+        Ok((self.judge(looks, ledger, &config.guard), lost, blind))
+    }
+
+    fn judge(&mut self, looks: Vec<Look>, ledger: &Rc<Ledger>, rules: &config::Guard) -> Vec<Verdict> {
+        let Earlier { judge, judged, looker, .. } = &mut self.earlier;
+        let is_same =
+            |(before, of, by): &(_, _, _)| *before == looks && Rc::ptr_eq(of, ledger) && by == rules;
+        if judged.as_ref().is_some_and(is_same) {
+            return Vec::new();
         }
-        Ok((verdicts, lost, blind))
+        let verdicts = judge.judge(&looks, ledger, rules);
+        judge.unsure.iter().for_each(|device| looker.forget_lists(device));
+        *judged = judge.is_quiet().then(|| (looks, Rc::clone(ledger), rules.clone()));
+        verdicts
     }
 
     fn act(&mut self, verdicts: &[Verdict], store: &Store, config: &Config) -> Vec<Event> {

@@ -70,6 +70,11 @@ pub(super) struct Judge {
 }
 
 impl Judge {
+    /// Whether it need not judge the same again: nobody is suspected, and nobody is spared for a time.
+    pub fn is_quiet(&self) -> bool {
+        self.suspicions.is_empty() && self.starting.is_empty()
+    }
+
     /// Returns the offences in `looks` that the check before found too. A process that starts or ends between
     /// two of NVML's answers is in only one of them.
     pub fn judge(&mut self, looks: &[Look], ledger: &Ledger, rules: &Guard) -> Vec<Verdict> {
@@ -207,11 +212,10 @@ pub(super) fn is_elsewhere(lease: &Lease, device: &str) -> bool {
 
 /// Processes not attributable to any lease on this device.
 fn strangers(look: &Look, ledger: &Ledger, rules: &Guard) -> Vec<Verdict> {
-    let explained = |holder: &Holder| {
-        let of = |lease: &Lease| holder.lease.as_ref() == Some(&lease.id);
-        let knows = |lease: &Lease| of(lease) && is_elsewhere(lease, &look.device);
-        holder.is_server || ledger.on_device(&look.device).any(of) || ledger.leases.iter().any(knows)
-    };
+    let has = |lease: &&Lease| lease.devices.contains(&look.device) || is_elsewhere(lease, &look.device);
+    let here: BTreeSet<&LeaseId> = ledger.leases.iter().filter(has).map(|lease| &lease.id).collect();
+    let explained =
+        |holder: &Holder| holder.is_server || holder.lease.as_ref().is_some_and(|own| here.contains(own));
     let strangers = look.holders.iter().filter(|holder| !explained(holder));
     strangers.map(|holder| verdict(Offence::Stranger, rules.strangers, &look.device, holder)).collect()
 }

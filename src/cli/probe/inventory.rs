@@ -9,7 +9,7 @@ use nvml_wrapper::Nvml;
 use nvml_wrapper::error::NvmlError;
 
 use super::driver_files::{self, Found, Machine};
-use super::nvml;
+use super::nvml::{self, Processes};
 use crate::sick_gpus;
 use sublet_core::config::{Config, Inject};
 use sublet_core::fs::{read_proc_devices, under};
@@ -87,7 +87,7 @@ pub fn probe(config: &Config) -> Result<Inventory, ProbeError> {
     host.check_libraries()?;
     let known @ (.., majors) = majors(root)?;
     let asked = host.ask()?;
-    let (devices, left_out) = asked.devices(&seen, known)?;
+    let (devices, left_out) = asked.devices(&seen, known, Processes::With)?;
     // The control program if its server exists too; otherwise a warning if only one of them exists.
     let (mps_control, mps_missing) = match MpsPrograms::find(&config.driver).both(&config.driver) {
         Ok((control, _)) => (Some(control.to_owned()), None),
@@ -127,7 +127,7 @@ pub fn probe(config: &Config) -> Result<Inventory, ProbeError> {
 pub(crate) fn left_out(config: &Config) -> Result<Vec<LeftOut>, ProbeError> {
     let root = &config.driver.root;
     let seen = cache::read_seen(root)?;
-    Ok(Host::of(config)?.ask()?.devices(&seen, majors(root)?)?.1)
+    Ok(Host::of(config)?.ask()?.devices(&seen, majors(root)?, Processes::Without)?.1)
 }
 
 /// GPUs in MIG mode and their MIG devices, read from NVML only.
@@ -256,7 +256,12 @@ struct Connection<'a> {
 
 impl Connection<'_> {
     /// Every GPU that can be served, each followed by its MIG devices, and the GPUs that are left out.
-    fn devices(&self, seen: &Seen, majors: KnownMajors) -> Result<(Vec<Device>, Vec<LeftOut>), ProbeError> {
+    fn devices(
+        &self,
+        seen: &Seen,
+        majors: KnownMajors,
+        processes: Processes,
+    ) -> Result<(Vec<Device>, Vec<LeftOut>), ProbeError> {
         let (root, (nvidia, uvm, _)) = (&self.host.config.driver.root, majors);
         let node = |path: &str, major, minor| Node { path: path.into(), major, minor };
         check_node(root, &node("/dev/nvidiactl", nvidia, CTL_MINOR))?;
@@ -265,7 +270,7 @@ impl Connection<'_> {
         let count = count.map_err(|error| failed(&self.library, "count the GPUs", &error))?;
         let (mut devices, mut silent) = (Vec::new(), Vec::new());
         for index in 0..count {
-            match self.device(index, seen, majors) {
+            match self.device(index, seen, majors, processes) {
                 Ok((gpu, parts)) => {
                     devices.push(gpu);
                     devices.extend(parts);
@@ -298,11 +303,17 @@ impl Connection<'_> {
     }
 
     /// GPU `index` and its MIG devices, or why no container can have it.
-    fn device(&self, index: u32, seen: &Seen, majors: KnownMajors) -> Result<(Device, Vec<Device>), Silent> {
+    fn device(
+        &self,
+        index: u32,
+        seen: &Seen,
+        majors: KnownMajors,
+        processes: Processes,
+    ) -> Result<(Device, Vec<Device>), Silent> {
         let (root, (nvidia, _, all)) = (&self.host.config.driver.root, majors);
         let device = self.nvml.device_by_index(index).map_err(|error| Silent::of(&error, None))?;
         let bus_id = nvml::bus_id(&device).ok();
-        let described = nvml::describe(&device, index, nvidia).and_then(|gpu| {
+        let described = nvml::describe(&device, index, nvidia, processes).and_then(|gpu| {
             let parts = nvml::parts(&device, &gpu, root, all.caps)?;
             Ok((gpu, parts))
         });

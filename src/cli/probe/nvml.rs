@@ -97,12 +97,24 @@ pub(crate) fn fabric(device: &NvmlDevice<'_>) -> Option<Fabric> {
     }
 }
 
+/// Whether a GPU is described with the processes on it: /proc is read for each.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Processes {
+    With,
+    Without,
+}
+
 /// NVML's description of one GPU. `nvidia_major` is the major of its node.
 ///
 /// # Errors
 /// It is not known which GPU this is, or NVML says that it is lost or must be reset. Other facts without an answer are in
 /// [`Device::unknown`].
-pub(super) fn describe(device: &NvmlDevice<'_>, index: u32, nvidia_major: u32) -> Result<Device, NvmlError> {
+pub(super) fn describe(
+    device: &NvmlDevice<'_>,
+    index: u32,
+    nvidia_major: u32,
+    processes: Processes,
+) -> Result<Device, NvmlError> {
     let (bus_id, minor, uuid) = (bus_id(device)?, device.minor_number()?, device.uuid()?);
     let mig_enabled = is_mig_enabled(device)?;
     let mut facts = Facts::default();
@@ -135,7 +147,11 @@ pub(super) fn describe(device: &NvmlDevice<'_>, index: u32, nvidia_major: u32) -
         },
         nodes: vec![Node { path: format!("/dev/nvidia{minor}").into(), major: nvidia_major, minor }],
         // In MIG mode processes are listed under the MIG devices.
-        processes: if mig_enabled { Vec::new() } else { facts.running(device)? },
+        processes: if mig_enabled || processes == Processes::Without {
+            Vec::new()
+        } else {
+            facts.running(device)?
+        },
         bus_id,
         unknown: facts.0,
         ..Device::default()
@@ -150,7 +166,7 @@ pub(crate) fn renew(known: &Inventory, nvml: &Nvml) -> Result<Inventory, NvmlErr
     let mut now = known.clone();
     for gpu in now.devices.iter_mut().filter(|device| !device.is_mig()) {
         let major = gpu.nodes.first().map_or(0, |node| node.major);
-        let seen = describe(&device_by_uuid(nvml, &gpu.uuid)?, gpu.index, major)?;
+        let seen = describe(&device_by_uuid(nvml, &gpu.uuid)?, gpu.index, major, Processes::With)?;
         *gpu = Device { dri_nodes: std::mem::take(&mut gpu.dri_nodes), ..seen };
     }
     Ok(now)

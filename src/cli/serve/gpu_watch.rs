@@ -24,17 +24,20 @@ const PERIOD: u64 = 5;
 static LOOKED: AtomicU64 = AtomicU64::new(0);
 
 /// Refreshes the inventory if other GPUs than its own are to be left out. An idle host's GPUs are not woken for that.
-pub(super) fn watch_gpus(config: &Config) {
-    let ledger = Store::open(&config.state_dir).and_then(|store| store.read());
-    let (Ok(known), Ok(ledger), Ok(sick)) = (inventory::last(config), ledger, sick_gpus::read(config)) else {
+pub(super) fn watch_gpus(store: &Store, config: &Config) {
+    if !is_time(&LOOKED, PERIOD) {
+        return;
+    }
+    let (Ok(known), Ok(ledger), Ok(sick)) = (inventory::last(config), store.read(), sick_gpus::read(config))
+    else {
         return;
     };
     let silent = silent_gpus(&known.left_out, &sick);
     // An open NVML would prevent the reset that a change of the layout may need.
-    let wanted = (!ledger.leases.is_empty() || !silent.is_empty()) && ledger.mig.under_way.is_none();
-    if !is_due(&LOOKED, PERIOD, || wanted) {
+    if ledger.leases.is_empty() && silent.is_empty() || ledger.mig.under_way.is_some() {
         return;
     }
+    LOOKED.store(uptime_seconds(), Relaxed);
     let look = || -> anyhow::Result<()> {
         let mut returned = RETURNED.lock().unwrap_or_else(PoisonError::into_inner);
         let (now, at) = (probe::left_out(config)?, uptime_seconds());
@@ -94,14 +97,10 @@ fn kept_out(silent: &[&LeftOut], returned: &[(String, u64)]) -> Vec<(String, Str
     kept.map(|gone| (gone.gpu.bus_id.clone(), line(gone.gpu.label()))).collect()
 }
 
-/// Whether `period` seconds have passed since `last` and a check is wanted; it is noted then.
-fn is_due(last: &AtomicU64, period: u64, is_wanted: impl FnOnce() -> bool) -> bool {
-    let (now, before) = (uptime_seconds(), last.load(Relaxed));
-    let due = (before == 0 || now >= before + period) && is_wanted();
-    if due {
-        last.store(now, Relaxed);
-    }
-    due
+/// Whether `period` seconds have passed since `last`.
+fn is_time(last: &AtomicU64, period: u64) -> bool {
+    let before = last.load(Relaxed);
+    before == 0 || uptime_seconds() >= before + period
 }
 
 /// Those that do not answer. A GPU that only reported a fault does, and its reset is looked for elsewhere.
@@ -139,9 +138,11 @@ pub(super) fn watch_mig(config: &Config) {
 fn look_at_mig(config: &Config) -> anyhow::Result<bool> {
     // Before the first refresh there is nothing to compare.
     let Ok(known) = inventory::last(config) else { return Ok(false) };
-    let seldom = || is_due(&LOOKED_FOR_MIG, SELDOM, || can_do_mig(&config.driver.root));
-    if !known.gpus().any(|gpu| gpu.mig_enabled) && !seldom() {
-        return Ok(false);
+    if !known.gpus().any(|gpu| gpu.mig_enabled) {
+        if !is_time(&LOOKED_FOR_MIG, SELDOM) || !can_do_mig(&config.driver.root) {
+            return Ok(false);
+        }
+        LOOKED_FOR_MIG.store(uptime_seconds(), Relaxed);
     }
     compare(&known, config).inspect_err(|_| inventory::unwatch(config))
 }

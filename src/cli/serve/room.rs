@@ -38,8 +38,8 @@ struct Seen<'c> {
 
 impl<'c> Seen<'c> {
     /// Without the driver, if anything in the ledger may be suspended or has been.
-    fn by_files(config: &'c Config) -> Option<Self> {
-        let mut ledger = Store::open(&config.state_dir).ok()?.read().ok()?;
+    fn by_files(store: &Store, config: &'c Config) -> Option<Self> {
+        let mut ledger = store.read().ok()?;
         ledger.forget_ended();
         let concerns = |lease: &Lease| lease.may_be_suspended() || lease.suspension.is_some();
         let inventory = ledger.leases.iter().any(concerns).then(|| last(config))?.ok()?;
@@ -87,9 +87,9 @@ fn computes(lease: &Lease, usage: &Usage) -> Option<bool> {
 }
 
 /// Whether there may be a step to take, as far as is known without the driver.
-pub(super) fn is_wanted(config: &Config) -> bool {
+pub(super) fn is_wanted(store: &Store, config: &Config) -> bool {
     let is_soon = in_vain().is_some_and(|at| at.elapsed() < LOOK_AGAIN);
-    let seen = if is_soon { None } else { Seen::by_files(config) };
+    let seen = if is_soon { None } else { Seen::by_files(store, config) };
     seen.is_some_and(|seen| {
         let room = seen.next_step(Duration::ZERO);
         room.step.is_some() || room.refresh_first
@@ -98,7 +98,7 @@ pub(super) fn is_wanted(config: &Config) -> bool {
 
 /// Takes the next step for those who wait, if there is one. Returns whether there may be more.
 pub(super) fn take_step(config: &Config) -> anyhow::Result<bool> {
-    if !is_wanted(config) {
+    if !is_wanted(&Store::open(&config.state_dir)?, config) {
         return Ok(false);
     }
     let note_vain = || *in_vain() = Some(Instant::now());
@@ -116,7 +116,8 @@ pub(super) fn take_step(config: &Config) -> anyhow::Result<bool> {
 /// Whether there is room for `waiter`, which has no entry yet, beside those who wait, or others that may be suspended now have it,
 /// as far as is known without the driver.
 pub(super) fn may_find_room(waiter: &Waiter, config: &Config) -> bool {
-    Seen::by_files(config).is_some_and(|mut seen| {
+    let seen = Store::open(&config.state_dir).ok().and_then(|store| Seen::by_files(&store, config));
+    seen.is_some_and(|mut seen| {
         seen.ledger.add_waiter(waiter.clone());
         // Others before the first step, for whom there is room, have that first; the steps for the rest say nothing of its own. Who
         // is behind that step is not counted: it may then seem to find room that another one has.
@@ -335,7 +336,9 @@ mod tests {
             id
         };
         let (id, _) = Store::open(&config.state_dir).unwrap().change(suspend).unwrap();
-        let room = Seen::by_files(&config).unwrap().next_step(Duration::ZERO);
+        let room = Seen::by_files(&Store::open(&config.state_dir).unwrap(), &config)
+            .unwrap()
+            .next_step(Duration::ZERO);
         assert_eq!(room.step, Some(RoomStep::Resume(id)));
     }
 

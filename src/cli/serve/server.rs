@@ -141,17 +141,19 @@ fn housekeeping(put_off: &Cell<PutOff>) {
 fn watch(put_off: &Cell<PutOff>) {
     let Ok(config) = config_files::load() else { return };
     gpu_watch::watch_mig(&config);
-    gpu_watch::watch_gpus(&config);
-    if room::is_wanted(&config) {
+    // One, which does not read the same ledger again for each.
+    let store = match Store::open(&config.state_dir) {
+        Ok(store) => store,
+        Err(error) => return tracing::debug!("{error}"),
+    };
+    gpu_watch::watch_gpus(&store, &config);
+    if room::is_wanted(&store, &config) {
         put_off.set(PutOff { clear: true, ..put_off.get() });
     }
-    let overdue = Store::open(&config.state_dir).map(|store| mps::end_overdue(&store, &config));
-    for ended in [overdue, Local::putting_off(&config, put_off).kill_left_processes(OWNS)] {
-        match ended {
-            Ok(lines) => lines.iter().for_each(|line| tracing::warn!("{line}")),
-            Err(error) => tracing::debug!("{error}"),
-        }
-    }
+    let overdue = mps::end_overdue(&store, &config);
+    let killed = Local::putting_off(&config, put_off).kill_left_processes(&store, OWNS);
+    let killed = killed.inspect_err(|error| tracing::debug!("{error}")).unwrap_or_default();
+    overdue.iter().chain(&killed).for_each(|line| tracing::warn!("{line}"));
 }
 
 /// GPUs and shares may change while the service runs.

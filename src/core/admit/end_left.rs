@@ -27,8 +27,7 @@ static REPORTED: Mutex<BTreeSet<(LeaseId, String)>> = Mutex::new(BTreeSet::new()
 impl Local<'_> {
     /// Kills the processes that deleted containers have left, if their `delete` is gone. `owns` decides for users'
     /// containers. Returns a line for each process that was killed or left alone, if it is new.
-    pub fn kill_left_processes(&self, owns: Owns<'_>) -> Result<Vec<String>, LedgerError> {
-        let store = self.store()?;
+    pub fn kill_left_processes(&self, store: &Store, owns: Owns<'_>) -> Result<Vec<String>, LedgerError> {
         let ledger = store.read()?;
         reported().retain(|(lease, _)| ledger.lease(lease).is_some());
         let left = ledger.leases.iter().filter(|lease| lease.was_deleted() && lease.has_processes());
