@@ -64,6 +64,7 @@ fn a_node_that_cuda_does_without_is_made_or_left_out() {
     let (_, warned) = bundle.up_heard();
     assert!(!warned.contains("is missing"), "{warned}");
     assert_eq!((device(&node), device(&tools)), ((195, 254, 0o666), numbers), "their modules are loaded");
+    assert_eq!(device(&root.join("dev/char/195:254")), device(&node));
     let opened = ["/usr/bin/cuda-probe", "noderights", "/dev/nvidia-modeset", "/dev/nvidia-uvm-tools"];
     assert_eq!(bundle.exec(&opened).stdout.matches("ENXIO").count(), 2, "no driver is behind them");
     bundle.down();

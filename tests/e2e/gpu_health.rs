@@ -378,6 +378,16 @@ fn a_fault_that_was_there_before_the_service_keeps_the_first_container_away() {
     assert!(eventually(|| state(world, 3) == "unhealthy"), "{}", said(world, &["status"]));
     reset(world);
     assert!(eventually(|| state(world, 3) == "ok"), "{}", said(world, &["status"]));
+    host.stop();
+    // NVML cannot be opened when the service starts: it is asked later.
+    tell("3 145 1\n");
+    let fail = root.join("sim/fail");
+    std::fs::write(&fail, "nvmlInit_v2 0 999\n").expect("written");
+    host.start();
+    let world = &host.world;
+    assert!(world.sublet(&["status"]).status.success());
+    std::fs::remove_file(&fail).expect("removed");
+    assert!(eventually(|| state(world, 3) == "unhealthy"), "{}", said(world, &["status"]));
     world.assert_empty();
 }
 

@@ -3,6 +3,7 @@
 use std::io::{BufRead as _, BufReader, Write as _};
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixListener;
+use std::path::Path;
 use std::process::{Child, Command};
 use std::sync::mpsc::channel;
 use std::time::Duration;
@@ -133,6 +134,34 @@ fn a_place_is_given_within_the_users_policy_and_once_to_a_process() {
     assert_eq!(answers[0], answers[1], "it has one entry");
     assert!(waiting(&host, 0).is_empty(), "its process has ended");
     holder.down();
+    host.world.assert_empty();
+}
+
+#[test]
+fn what_an_mps_server_left_in_the_inventory_keeps_no_user_waiting() {
+    if skip_unless_root() {
+        return;
+    }
+    let config = "[mps]\nidle = \"0s\"\n[[policy]]\nuser = 1001\nleases = 1\n";
+    let mut host = Host::new("h200", config, Path::new(env!("CARGO_BIN_EXE_speak")));
+    host.start();
+    let server = host.world.bundle("server", &[("sublet.sm", "25")], HOLD);
+    server.up();
+    assert!(host.world.sublet(&["refresh"]).status.success());
+    let inventory = host.world.state_dir().join("inventory.json");
+    let is_exclusive =
+        || std::fs::read_to_string(&inventory).expect("it is there").contains("EXCLUSIVE_PROCESS");
+    assert!(is_exclusive());
+    let wait = || {
+        let mut command = host.command(BOB, "sublet");
+        command.args(["wait", "mode=time-slice", "--timeout", "10s"]);
+        command.output().expect("sublet runs")
+    };
+    assert_eq!(wait().status.code(), Some(1), "it is there");
+    server.down();
+    assert!(is_exclusive());
+    let output = wait();
+    assert!(output.status.success(), "{output:?}");
     host.world.assert_empty();
 }
 

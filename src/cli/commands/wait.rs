@@ -65,7 +65,7 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<()> {
             Ok(()) | Err(AdmitError::WouldMake { .. }) => return Ok(()),
             Err(
                 error @ (AdmitError::Refused(_) | AdmitError::PolicyLimit(_) | AdmitError::Unmade { .. }),
-            ) if !error.is_temporary() => {
+            ) if !error.is_temporary() && !may_change(&error, entry.as_ref(), config) => {
                 return Err(error.into());
             }
             Err(error) if Instant::now() >= deadline => return Err(error.into()),
@@ -121,6 +121,11 @@ impl Entry {
     }
 }
 
+/// Whether what the driver says now, which `sublet serve` is yet to ask for this process, could change `error`.
+fn may_change(error: &AdmitError, entry: Option<&Entry>, config: &Config) -> bool {
+    entry.is_none() && error.wants_refresh() && is_remote(config)
+}
+
 /// Whether there is room. The `entry` is put into the order of those who wait, until its process ends, in which `place` is its
 /// own among those who want the same devices.
 fn look(
@@ -129,13 +134,13 @@ fn look(
     place: &mut Option<usize>,
     config: &Config,
 ) -> Result<(), AdmitError> {
+    if let Some(entry) = entry.as_mut().filter(|_| is_remote(config)) {
+        // It may have the driver asked.
+        entry.keep(config);
+    }
     let mut inventory = fresh_inventory(config)?;
     let Some(request) = request else { return Ok(()) };
-    if is_remote(config) {
-        if let Some(entry) = entry {
-            entry.keep(config);
-        }
-    } else {
+    if !is_remote(config) {
         // Elsewhere nothing more can be known than what the error says.
         let waiter = entry.as_ref().map(|entry| entry.waiter.clone());
         let updated = Local::new(config).update(|ledger| waiter.map(|one| ledger.add_waiter(one)));

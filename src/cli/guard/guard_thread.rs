@@ -291,6 +291,47 @@ mod tests {
     use sublet_core::ledger::{DaemonKey, Init, Lease};
 
     #[test]
+    fn looks_are_judged_again_while_anybody_is_suspected_or_spared() {
+        let process = Process::current().unwrap();
+        let init = Init { process, pid_namespace: 0, cgroup: None, cgroup_inode: None };
+        let with = |init: Option<Init>| {
+            let mut ledger = Ledger::empty("");
+            ledger.leases = vec![Lease { init, ..lease(1, "GPU-1") }];
+            Rc::new(ledger)
+        };
+        let stranger = || Holder {
+            process,
+            name: "x".to_owned(),
+            memory_bytes: Some(1),
+            is_server: false,
+            is_client: false,
+            lease: None,
+        };
+        let look = |holders: Vec<Holder>| {
+            let device = "GPU-1".to_owned();
+            vec![Look { device, most_clients: None, knows_clients: true, gone: BTreeSet::new(), holders }]
+        };
+        let rules = config::Guard::default();
+        let is_judged = |ledger: &Rc<Ledger>, holders: Vec<Holder>| {
+            let mut guard = Guard::default();
+            guard.judge(look(holders), ledger, &rules);
+            guard.earlier.judged.is_some()
+        };
+        assert!(is_judged(&with(Some(init.clone())), Vec::new()));
+        assert!(!is_judged(&with(None), Vec::new()), "a container that starts is spared for a time");
+        let (ledger, mut guard) = (with(Some(init)), Guard::default());
+        assert!(guard.judge(look(Vec::new()), &ledger, &rules).is_empty());
+        for found in [0, 1, 1] {
+            let verdicts = guard.judge(look(vec![stranger()]), &ledger, &rules);
+            assert_eq!(verdicts.len(), found, "suspected first: {verdicts:?}");
+        }
+        let strict = config::Guard { strict_clients: !rules.strict_clients, ..rules.clone() };
+        guard.judge(look(Vec::new()), &ledger, &rules);
+        guard.judge(look(Vec::new()), &ledger, &strict);
+        assert!(guard.earlier.judged.is_some_and(|(.., by)| by == strict));
+    }
+
+    #[test]
     fn a_client_of_a_daemon_that_does_not_answer_is_ended_and_no_look_waits_for_it() {
         let (dir, config) = never_answered();
         let store = Store::open(&config.state_dir).unwrap();

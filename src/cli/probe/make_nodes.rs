@@ -49,19 +49,26 @@ pub(crate) fn make_nodes(root: &Path, wanted: fn(&Node) -> bool) -> Vec<String> 
     driver_nodes(root).into_iter().filter(missing).filter_map(failed).collect()
 }
 
-/// Creates a node with the owner and mode of the module's parameters.
+/// Creates a node with the owner and mode of the module's parameters, and its link in /dev/char, without which it is usable.
 fn make(root: &Path, node: &Node, params: &str) -> io::Result<()> {
     make_node(root, node, value(params, "DeviceFileMode").unwrap_or(0o666) & 0o777)?;
     let owner = (value(params, "DeviceFileUID"), value(params, "DeviceFileGID"));
-    chown(under(root, &node.path.to_string_lossy()), owner.0.or(Some(0)), owner.1.or(Some(0)))
+    chown(under(root, &node.path.to_string_lossy()), owner.0.or(Some(0)), owner.1.or(Some(0)))?;
+    let _ = link(root, node).inspect_err(|error| tracing::debug!("{}: {error}", node.path.display()));
+    Ok(())
 }
 
 /// The nodes of the driver and of every GPU that it lists.
 pub(crate) fn driver_nodes(root: &Path) -> Vec<Node> {
     let known = read_proc_devices(root).unwrap_or_default();
     let majors = Majors::parse(&known);
-    // Its own kernel module; graphics need it, CUDA does not.
-    let modeset = majors.nvidia.filter(|major| known.contains(&format!("{major} nvidia-modeset\n")));
+    // Its own kernel module; graphics need it, CUDA does not. Drivers up to 535 have one line in /proc/devices for all
+    // (NVIDIA's open-gpu-kernel-modules, kernel-open/nvidia/nv-frontend.c).
+    let has_modeset = |major: &u32| {
+        known.contains(&format!("{major} nvidia-modeset\n"))
+            || under(root, "/sys/module/nvidia_modeset").exists()
+    };
+    let modeset = majors.nvidia.filter(has_modeset);
     let gpus = fs::read_dir(under(root, "/proc/driver/nvidia/gpus")).into_iter().flatten().flatten();
     let minor =
         |gpu: fs::DirEntry| value(&fs::read_to_string(gpu.path().join("information")).ok()?, "Device Minor");
@@ -141,6 +148,26 @@ mod tests {
             "/dev/nvidia3 195:3",
         ];
         assert_eq!(nodes.iter().map(text).collect::<Vec<_>>(), expected);
+    }
+
+    #[test]
+    fn nvidia_modeset_has_its_node_where_its_module_is_loaded() {
+        let has_node = |devices: &str, module: Option<&str>| {
+            let root = Root::new();
+            root.file("/proc/devices", &format!("Character devices:\n{devices}\n"));
+            if let Some(module) = module {
+                root.file(&format!("/sys/module/{module}/refcnt"), "1\n");
+            }
+            driver_nodes(root.path()).contains(&Node {
+                path: "/dev/nvidia-modeset".into(),
+                major: 195,
+                minor: 254,
+            })
+        };
+        assert!(has_node("195 nvidia\n195 nvidia-modeset\n195 nvidiactl", None));
+        assert!(!has_node("195 nvidia\n195 nvidiactl", None));
+        assert!(has_node("195 nvidia-frontend", Some("nvidia_modeset")));
+        assert!(!has_node("195 nvidia-frontend", Some("nvidia")));
     }
 
     #[test]

@@ -25,6 +25,7 @@ use sublet_core::admit::take_lease::allowed_inventory;
 use sublet_core::admit::{self, AdmitError, Asks, Candidate, JobError, Local, PutOff, asks_for_job_share};
 use sublet_core::config::Config;
 use sublet_core::config_files;
+use sublet_core::inventory::Inventory;
 use sublet_core::ledger::{Container, DaemonKey, LeaseId, Ledger, LedgerError, Store, Waiter};
 use sublet_core::mps;
 use sublet_core::place::meant;
@@ -283,16 +284,22 @@ impl<'a> Client<'a> {
         let request = Request { wait: KEPT, ..self.request(annotations, None)? };
         let asker = Pinned::of(pid, uid)?.process;
         let (id, container) = (LeaseId::random()?, Container { uid, ..Container::default() });
-        let inventory = admit::fresh_inventory(config)?;
-        let allowed = allowed_inventory(Some(limit), &inventory, config)?;
+        let mut inventory = admit::fresh_inventory(config)?;
         let mut ledger = self.ledger()?.seen_by(uid);
         ledger.waiters.retain(Waiter::is_there);
         let asks = Asks { id: &id, container: &container, by: Some(asker), request: &request };
-        let refused = match find_room(asks, Some(limit), (&allowed, &inventory), &ledger, config) {
-            Ok(Ok(_)) => return Ok(None),
-            Ok(Err(refusal)) => AdmitError::from(refusal),
-            Err(error) => error,
+        let look = |inventory: &Inventory| -> Result<(), AdmitError> {
+            let allowed = allowed_inventory(Some(limit), inventory, config)?;
+            Ok(find_room(asks, Some(limit), (&allowed, inventory), &ledger, config)?.map(drop)?)
         };
+        let mut found = look(&inventory);
+        // The client cannot ask the driver, and a start of its would.
+        if found.as_ref().is_err_and(AdmitError::wants_refresh) {
+            inventory = admit::refresh(config)?;
+            found = look(&inventory);
+        }
+        let Err(refused) = found else { return Ok(None) };
+        let allowed = allowed_inventory(Some(limit), &inventory, config)?;
         // Of a MIG instance that would have to be created it is not known here whether it can be by now.
         let ordered = || order_instance(&request, Some(limit), &allowed, &ledger, config);
         let may_be_made = || matches!(ordered(), Some(Ok(order)) if !order.sites.is_empty());

@@ -277,8 +277,12 @@ const FILE: &str = "/etc/docker/daemon.json";
 
 /// Flags, and the keys of daemon.json with the same meaning that a setup writes. dockerd does not start with both (moby,
 /// `findConfigurationConflicts`; seen with 26.1). It merges `--add-runtime` and `runtimes`.
-const TWICE: [(&str, &str); 2] =
-    [("default-runtime", "default-runtime"), ("node-generic-resource", "node-generic-resources")];
+const TWICE: [(&str, &str); 3] = [
+    ("default-runtime", "default-runtime"),
+    ("node-generic-resource", "node-generic-resources"),
+    // Docker's dockerd(8), of 27 and later: both are an error.
+    ("feature", "features"),
+];
 
 /// dockerd, as this host starts it.
 #[derive(Debug, Default)]

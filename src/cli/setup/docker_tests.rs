@@ -322,6 +322,9 @@ fn a_setting_that_would_stop_dockerd_at_its_next_start_is_refused_with_the_flag(
     dockerd.starts_with(r#"{"runtimes": {"sublet": {"path": "/usr/bin/sublet-runtime"}}}"#).unwrap();
     let error = dockerd.starts_with(r#"{"default-runtime": "sublet"}"#).unwrap_err().to_string();
     assert!(error.contains("--default-runtime=runc") && error.contains("the running dockerd"), "{error}");
+    let features = of("dockerd --feature=containerd-snapshotter=true");
+    let error = features.starts_with(r#"{"features": {"cdi": true}}"#).unwrap_err().to_string();
+    assert!(error.contains("--feature=containerd-snapshotter=true"), "{error}");
     let swarm = of("dockerd --node-generic-resource a=1");
     assert!(swarm.starts_with(r#"{"node-generic-resources": ["sublet-small=1"]}"#).is_err());
 }

@@ -153,7 +153,6 @@ impl Watcher {
     /// Watches until other GPUs are to be watched. NVML is open no longer than that.
     fn watch(&mut self) {
         let ((gpus, is_look, probed_at), began) = (self.wanted(), Instant::now());
-        self.asked.extend(gpus.iter().map(|gpu| (gpu.uuid.clone(), probed_at)));
         note(&self.config, |records| {
             records.warnings.retain(|uuid, _| gpus.iter().any(|gpu| gpu.uuid == *uuid));
         });
@@ -164,6 +163,9 @@ impl Watcher {
             .iter()
             .filter_map(|gpu| Some((gpu, nvml.as_ref()?.0.device_by_pci_bus_id(&*gpu.bus_id).ok()?)))
             .collect();
+        // Where NVML cannot be opened, nobody was asked. One that it does not find is left out by who looks for such.
+        let answers = if nvml.is_some() { &gpus[..] } else { &[] };
+        self.asked.extend(answers.iter().map(|gpu| (gpu.uuid.clone(), probed_at)));
         let watched = nvml.as_ref().filter(|_| !is_look);
         let sets = watched.map(|(nvml, _)| self.register(nvml, &devices)).unwrap_or_default();
         loop {
@@ -381,6 +383,15 @@ mod tests {
             Watcher { config: config.clone(), has_log: true, starting: Some(starting), ..Watcher::default() };
         watcher.watch();
         assert_eq!(asked.try_recv(), Err(mpsc::TryRecvError::Disconnected), "the start goes on");
+        let asked = std::mem::take(&mut watcher.asked);
+        assert!(asked.is_empty(), "there is no NVML here: {asked:?}");
+        let mut wanted = || {
+            watcher.looked = None;
+            let (gpus, is_look, _) = watcher.wanted();
+            (gpus.len(), is_look)
+        };
+        assert_eq!(wanted(), (2, true));
+        watcher.asked = ["GPU-0", "GPU-1"].map(|gpu| (gpu.to_owned(), 0_u64)).into();
         let mut wanted = || {
             watcher.looked = None;
             let (gpus, is_look, _) = watcher.wanted();
