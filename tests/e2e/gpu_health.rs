@@ -317,6 +317,9 @@ fn what_a_gpu_tells_is_a_warning_or_keeps_leases_away() {
     for part in ["by the host's power supply", "it has not joined its nvlink fabric yet"] {
         assert!(row.starts_with("warn") && row.contains(part), "{doctor}");
     }
+    // This host does not see the switches.
+    let doctor = said(world, &["doctor"]);
+    assert!(doctor.contains("GPU 3 has not joined its NVLink fabric yet: CUDA ends with"), "{doctor}");
     let has = |reason: &str| {
         let health = world.status()["devices"][3]["health"].clone();
         health["state"] == "unhealthy" && health["reason"].as_str().is_some_and(|why| why.contains(reason))
@@ -388,6 +391,12 @@ fn a_fault_that_was_there_before_the_service_keeps_the_first_container_away() {
     assert!(world.sublet(&["status"]).status.success());
     std::fs::remove_file(&fail).expect("removed");
     assert!(eventually(|| state(world, 3) == "unhealthy"), "{}", said(world, &["status"]));
+    host.stop();
+    // A driver that hangs keeps the service from starting for a time only.
+    std::fs::write(&fail, "nvmlDeviceGetFieldValues@0 0 hang\n").expect("written");
+    host.start();
+    let world = &host.world;
+    assert!(world.sublet(&["status"]).status.success());
     world.assert_empty();
 }
 
