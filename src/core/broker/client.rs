@@ -17,8 +17,9 @@ const ANSWER_LIMIT: Duration = Duration::from_secs(150);
 /// The same where GPU memory is copied, maybe after that of other users. The service gives each copy 4 s for a GiB.
 const COPY_LIMIT: Duration = Duration::from_secs(3600);
 
-/// The same for a place among those who wait, which is asked for again: who waits has a time of its own.
-const PLACE_LIMIT: Duration = Duration::from_secs(5);
+/// The same for a place among those who wait, which is asked for again: who waits has a time of its own. The service may ask the
+/// driver first.
+const PLACE_LIMIT: Duration = Duration::from_secs(10);
 
 /// How long to wait for a service that is restarting, or that already works for its maximum number of this user's
 /// containers.
@@ -91,9 +92,10 @@ impl Broker {
         if line.len() > LONGEST_ASK {
             return Err(BrokerError::TooLong);
         }
-        let deadline = Instant::now() + BUSY_LIMIT;
+        let limit = answer_limit(ask, self.making_room);
+        let deadline = Instant::now() + BUSY_LIMIT.min(limit);
         loop {
-            match self.once(&line, answer_limit(ask, self.making_room))? {
+            match self.once(&line, limit)? {
                 Answer::Busy(_) if Instant::now() < deadline => {
                     self.stream = None;
                     std::thread::sleep(NAP);
