@@ -154,7 +154,7 @@ mod tests {
     fn nvidia_modeset_has_its_node_where_its_module_is_loaded() {
         let has_node = |devices: &str, module: Option<&str>| {
             let root = Root::new();
-            root.file("/proc/devices", &format!("Character devices:\n{devices}\n"));
+            root.file("/proc/devices", format!("Character devices:\n{devices}\n"));
             if let Some(module) = module {
                 root.file(&format!("/sys/module/{module}/refcnt"), "1\n");
             }
