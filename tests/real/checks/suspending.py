@@ -1,5 +1,6 @@
 """`sublet suspend` and `resume` on one GPU (docs/suspend.md): what is out leaves the GPU and comes back as it was, what cannot be
-suspended is refused and goes on, what is killed at any step is put right, and two take turns. Times beside the driver's own calls.
+suspended is refused and goes on, what is killed at any step is put right, and two take turns. `speed`: times beside the driver's own
+calls.
 
 A part more is a function here and its name in `suspend`. Where the time is short, the last ones are skipped.
 """
@@ -35,7 +36,7 @@ def suspend(table, group, machine):
                 refusals[one.name](rows, machine, one)
                 one.remove()
 
-    parts = [life, cannot, frameworks, cut_short, on_demand, speed, others, limits, of_users, engine_killed, small_turns]
+    parts = [life, cannot, frameworks, cut_short, on_demand, others, limits, of_users, engine_killed, small_turns]
     kept.group_of(table, group, machine, parts)
 
 
@@ -524,12 +525,16 @@ def large_mib(machine, percent, count=1):
     return min(int(machine.total_mib * percent / 100), room)
 
 
-def speed(rows, machine):
+def speed(table, group, machine):
     """In turns: by the product, and by tests/gpu/checkpoint.c on the same process. Each begins every other time.
 
-    Six of each, since one takes up to a third more than another.
+    As many pairs as there is time for, twelve at most: one time takes up to a third more than another.
     """
-    mib = large_mib(machine, 20)
+    kept.group_of(table, group, machine, [beside_by_hand])
+
+
+def beside_by_hand(rows, machine):
+    mib, most = large_mib(machine, 20), 2 if machine.simulated else 12
     ours, theirs = ([], []), ([], [])
 
     def by_product():
@@ -541,15 +546,18 @@ def speed(rows, machine):
         theirs[1].append(kept.by_hand(machine, "resume", pid)["seconds"])
 
     def look():
+        longest = 0
         with kept.kept(machine, machine.docker, "timed", mib) as one:
             pid = one.pid()
-            for turn in range(6):
-                for each in (by_product, lambda: by_hand(pid))[:: -1 if turn % 2 else 1]:
+            while len(theirs[0]) < most and rows.table.clock.left() > longest + 30:
+                began = time.monotonic()
+                for each in (by_product, lambda: by_hand(pid))[:: -1 if len(theirs[0]) % 2 else 1]:
                     each()
                 one.goes_on()
-        return f"{mib} MiB, six times each", True
+                longest = max(longest, time.monotonic() - began)
+        return f"{mib} MiB, {len(theirs[0])} times each", True
 
-    if rows.ask("by the product and by hand in turns", "it goes on with what it had, each time", look, 20 if machine.simulated else 240):
+    if rows.ask("by the product and by hand in turns", "it goes on with what it had, each time", look, 75):
         for title, product, hand in zip(("out", "back"), ours, theirs):
             kept.compare(rows, f"… {title}", mib, product, hand, not machine.simulated)
 
