@@ -204,11 +204,14 @@ pub(super) mod tests {
     /// Whether the daemon is asked, or was: waits for that.
     pub(in super::super) fn is_still_asked(dir: &tempfile::TempDir) -> bool {
         let (asked, begun) = (dir.path().join("asked"), Instant::now());
-        while fs::read_to_string(&asked).is_ok_and(|pids| !pids.ends_with('\n')) || !asked.exists() {
-            assert!(begun.elapsed() < Duration::from_secs(60), "nobody asks");
+        // It is there before its line is.
+        let pids = loop {
+            match fs::read_to_string(&asked) {
+                Ok(pids) if pids.ends_with('\n') => break pids,
+                _ => assert!(begun.elapsed() < Duration::from_secs(60), "nobody asks"),
+            }
             thread::sleep(Duration::from_millis(1));
-        }
-        let pids = fs::read_to_string(&asked).unwrap();
+        };
         fs::remove_file(&asked).unwrap();
         let last = pids.lines().last().unwrap().parse().unwrap();
         Process::find(last).is_some_and(|asking| asking.is_alive())
