@@ -152,16 +152,19 @@ fn what_an_mps_server_left_in_the_inventory_keeps_no_user_waiting() {
     let is_exclusive =
         || std::fs::read_to_string(&inventory).expect("it is there").contains("EXCLUSIVE_PROCESS");
     assert!(is_exclusive());
-    let wait = || {
+    let wait = |timeout: &str| {
         let mut command = host.command(BOB, "sublet");
-        command.args(["wait", "mode=time-slice", "--timeout", "10s"]);
-        command.output().expect("sublet runs")
+        command.args(["wait", "mode=time-slice", "--timeout", timeout]);
+        command
     };
-    assert_eq!(wait().status.code(), Some(1), "it is there");
+    assert_eq!(wait("0").status().expect("sublet runs").code(), Some(1), "it is there");
+    let mut before = start(wait("60s"));
+    assert!(eventually(|| waiting(&host, 0).len() == 1), "it has no entry");
     server.down();
     assert!(is_exclusive());
-    let output = wait();
-    assert!(output.status.success(), "{output:?}");
+    let after = wait("0").output().expect("sublet runs");
+    assert!(after.status.success(), "{after:?}");
+    assert!(before.wait().expect("it ends").success(), "it waited from before");
     host.world.assert_empty();
 }
 

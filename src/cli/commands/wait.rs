@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use crate::preview::{Whose, preview, seen_ledger};
 use sublet_core::admit::{AdmitError, Local, fresh_inventory, is_remote};
-use sublet_core::broker::client::Broker;
+use sublet_core::broker::client::{Broker, BrokerError};
 use sublet_core::broker::protocol::{Answer, Ask};
 use sublet_core::config::Config;
 use sublet_core::ledger::{Container, LeaseId, Waiter};
@@ -60,15 +60,19 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<()> {
     let deadline = Instant::now() + arguments.timeout;
     let (mut said, mut entry, mut place) = (None, None, None);
     loop {
-        match look(request.as_ref(), &mut entry, &mut place, config) {
+        let found = look(request.as_ref(), &mut entry, &mut place, config);
+        let may_change = found.as_ref().is_err_and(|error| may_change(error, entry.as_ref(), config));
+        // Asked once, also where there is no time to wait.
+        let is_over = Instant::now() >= deadline && !(may_change && entry.is_none());
+        match found {
             // An instance would be created.
             Ok(()) | Err(AdmitError::WouldMake { .. }) => return Ok(()),
             Err(
                 error @ (AdmitError::Refused(_) | AdmitError::PolicyLimit(_) | AdmitError::Unmade { .. }),
-            ) if !error.is_temporary() && !may_change(&error, entry.as_ref(), config) => {
+            ) if !error.is_temporary() && !may_change => {
                 return Err(error.into());
             }
-            Err(error) if Instant::now() >= deadline => return Err(error.into()),
+            Err(error) if is_over => return Err(error.into()),
             Err(error) => {
                 if let (Some(request), None) = (&request, &entry) {
                     let (id, us) = (LeaseId::random()?, Process::current()?);
@@ -76,7 +80,7 @@ pub fn run(arguments: &Arguments, config: &Config) -> anyhow::Result<()> {
                     let request = Request { wait: arguments.timeout, ..request };
                     let waiter = Waiter::new(&id, &none, &request, &error.to_string(), Some(us));
                     let ask = Ask::Wait { annotations: annotations.clone() };
-                    entry = Some(Entry { waiter, ask, asked: None });
+                    entry = Some(Entry { waiter, ask, asked: None, has_answer: false });
                     // Its place is known once it has one.
                     continue;
                 }
@@ -105,15 +109,22 @@ struct Entry {
     /// What `sublet serve` is asked where this process does not change the ledger itself, and when it was.
     ask: Ask,
     asked: Option<Instant>,
+    /// Whether it has answered in this look: it has the driver asked before it says no.
+    has_answer: bool,
 }
 
 impl Entry {
     /// Has `sublet serve` keep its place. Where it does not, being another version or stopped, this process waits without one.
     fn keep(&mut self, config: &Config) {
+        self.has_answer = false;
         if self.asked.is_some_and(|at| at.elapsed() < KEEP_AGAIN) {
             return;
         }
-        match Broker::new(config).ask(&self.ask) {
+        let answer = Broker::new(config).ask(&self.ask);
+        // One that is late may have the driver asked still. Where none runs, nobody has.
+        let is_late = matches!(answer, Err(BrokerError::Late(_) | BrokerError::Broken(_)));
+        self.has_answer = !is_late && !matches!(answer, Err(BrokerError::Refused { temporary: true, .. }));
+        match answer {
             Ok(Answer::Lease(Some(id))) => self.waiter.id = id,
             answer => tracing::debug!("no place among those who wait: {answer:?}"),
         }
@@ -121,9 +132,9 @@ impl Entry {
     }
 }
 
-/// Whether what the driver says now, which `sublet serve` is yet to ask for this process, could change `error`.
+/// Whether what the driver says now, which `sublet serve` has not asked in this look, could change `error`.
 fn may_change(error: &AdmitError, entry: Option<&Entry>, config: &Config) -> bool {
-    entry.is_none() && error.wants_refresh() && is_remote(config)
+    entry.is_none_or(|entry| !entry.has_answer) && error.wants_refresh() && is_remote(config)
 }
 
 /// Whether there is room. The `entry` is put into the order of those who wait, until its process ends, in which `place` is its

@@ -12,7 +12,7 @@ use serde_json::json;
 
 use super::policy_limits::PolicyLimit;
 use super::protocol::{self, Admit, Answer, Ask, ContainerNames, Refused};
-use super::room;
+use super::{retry, room};
 use crate::accounting::Wanted;
 use crate::known_faults::KnownFaults;
 use crate::names;
@@ -29,6 +29,7 @@ use sublet_core::inventory::Inventory;
 use sublet_core::ledger::{Container, DaemonKey, LeaseId, Ledger, LedgerError, Store, Waiter};
 use sublet_core::mps;
 use sublet_core::place::meant;
+use sublet_core::process::epoch_seconds;
 use sublet_core::request::{self, Request};
 use sublet_core::slurm::{JobCgroup, JobRecord};
 use sublet_core::text::safe;
@@ -284,19 +285,23 @@ impl<'a> Client<'a> {
         let request = Request { wait: KEPT, ..self.request(annotations, None)? };
         let asker = Pinned::of(pid, uid)?.process;
         let (id, container) = (LeaseId::random()?, Container { uid, ..Container::default() });
-        let mut inventory = admit::fresh_inventory(config)?;
-        let mut ledger = self.ledger()?.seen_by(uid);
-        ledger.waiters.retain(Waiter::is_there);
-        let asks = Asks { id: &id, container: &container, by: Some(asker), request: &request };
-        let look = |inventory: &Inventory| -> Result<(), AdmitError> {
-            let allowed = allowed_inventory(Some(limit), inventory, config)?;
-            Ok(find_room(asks, Some(limit), (&allowed, inventory), &ledger, config)?.map(drop)?)
+        let seen = || -> anyhow::Result<Ledger> {
+            let mut ledger = self.ledger()?.seen_by(uid);
+            ledger.waiters.retain(Waiter::is_there);
+            Ok(ledger)
         };
-        let mut found = look(&inventory);
-        // The client cannot ask the driver, and a start of its would.
-        if found.as_ref().is_err_and(AdmitError::wants_refresh) {
-            inventory = admit::refresh(config)?;
-            found = look(&inventory);
+        let asks = Asks { id: &id, container: &container, by: Some(asker), request: &request };
+        let look = |inventory: &Inventory, ledger: &Ledger| -> Result<(), AdmitError> {
+            let allowed = allowed_inventory(Some(limit), inventory, config)?;
+            Ok(find_room(asks, Some(limit), (&allowed, inventory), ledger, config)?.map(drop)?)
+        };
+        let (mut inventory, mut ledger) = (admit::fresh_inventory(config)?, seen()?);
+        let mut found = look(&inventory, &ledger);
+        // The client cannot ask the driver, and a start of its would. Who waits asks again and again.
+        let is_old = epoch_seconds().abs_diff(inventory.probed_at) >= retry::REFRESH.as_secs();
+        if found.as_ref().is_err_and(|no| no.wants_refresh() && (is_old || !no.is_temporary())) {
+            (inventory, ledger) = (admit::refresh(config)?, seen()?);
+            found = look(&inventory, &ledger);
         }
         let Err(refused) = found else { return Ok(None) };
         let allowed = allowed_inventory(Some(limit), &inventory, config)?;

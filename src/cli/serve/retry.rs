@@ -30,7 +30,7 @@ use sublet_core::text::{first_line, safe_long};
 const PAUSE: Duration = Duration::from_secs(2);
 
 /// The shortest time between two refreshes of the inventory, which ask the driver.
-const REFRESH: Duration = Duration::from_secs(30);
+pub(super) const REFRESH: Duration = Duration::from_secs(30);
 
 /// How long Docker may take to tell of a container, and to start one.
 const TELL: Duration = Duration::from_secs(5);

@@ -334,7 +334,7 @@ def compare(rows, title, mib, product, hand, judged):
     ours, theirs = statistics.median(product), statistics.median(hand)
     ratio = statistics.median(mine / other for mine, other in zip(product, hand))
     gib = mib / 1024
-    seen = (f"{ours:.2f} s, {gib / ours:.2f} GiB/s; by hand {theirs:.2f} s, {gib / theirs:.2f} GiB/s; {(ratio - 1) * 100:+.1f} %; "
+    seen = (f"{ours:.2f} s, {gib / ours:.2f} GiB/s; by hand {theirs:.2f} s, {gib / theirs:.2f} GiB/s; {(ratio - 1) * 100:+.1f} % by pairs; "
             f"all: {', '.join(f'{one:.2f}' for one in product)} / {', '.join(f'{one:.2f}' for one in hand)}")
     write_numbers(rows, title, mib, sublet=product, hand=hand)
     if judged:
