@@ -391,6 +391,27 @@ fn without_a_lease_nvml_is_closed_and_nothing_is_asked() {
     host.world.assert_empty();
 }
 
+/// Waits until the guard has seen `container` compute: by `sim/trace` it has asked for MPS clients since, and looked again.
+fn wait_until_seen(host: &Host, container: &str) {
+    let computes = || {
+        let status = host.world.status();
+        let leases = status["leases"].as_array().expect("leases").clone();
+        leases
+            .iter()
+            .any(|lease| lease["container_id"] == container && lease["used"]["processes"] == json!(1))
+    };
+    assert!(eventually(computes), "{}", host.world.status());
+    let trace = host.world.driver_root.as_ref().expect("simulated").join("sim/trace");
+    std::fs::write(&trace, "").expect("written");
+    let seen = || {
+        let calls = std::fs::read_to_string(&trace).expect("a trace");
+        let asked = calls.split_once("nvmlDeviceGetMPSComputeRunningProcesses");
+        asked.is_some_and(|(_, later)| later.contains("nvmlDeviceGetMemoryInfo"))
+    };
+    assert!(eventually(seen), "{:?}", std::fs::read_to_string(&trace));
+    std::fs::remove_file(&trace).expect("removed");
+}
+
 #[test]
 fn a_daemon_or_server_that_dies_is_there_again_and_who_was_hit_is_told() {
     if skip_unless_root() {
@@ -402,9 +423,7 @@ fn a_daemon_or_server_that_dies_is_there_again_and_who_was_hit_is_told() {
     computing.up();
     let idle = host.waiting("idle", "");
     for (what, others) in [("nvidia-cuda-mps-control", 1), ("nvidia-cuda-mps-server", 2)] {
-        assert!(eventually(|| probes(&computing) >= 1), "{what}");
-        // The guard has seen it compute.
-        std::thread::sleep(std::time::Duration::from_secs(2));
+        wait_until_seen(&host, "computing");
         let pids = host.world.daemon_pids("");
         let named = |pid: &&nix::unistd::Pid| {
             std::fs::read_to_string(format!("/proc/{pid}/cmdline")).is_ok_and(|line| line.starts_with(what))

@@ -67,8 +67,13 @@ impl Servers {
             }
         }
         let before = std::mem::replace(&mut self.known, now);
-        let ended = before.into_iter().filter(|(process, _)| !process.is_alive());
-        ended.flat_map(|(process, known)| events(process, &known, ledger)).collect()
+        let (alive, ended): (BTreeMap<_, _>, BTreeMap<_, _>) =
+            before.into_iter().partition(|(process, _)| process.is_alive());
+        // Without its daemon a server lives on for a moment, as nobody's.
+        for (process, known) in alive {
+            self.known.entry(process).or_insert(known);
+        }
+        ended.into_iter().flat_map(|(process, known)| events(process, &known, ledger)).collect()
     }
 
     /// Restarts daemons that died under live leases, in a thread of its own because that takes time.
@@ -186,7 +191,7 @@ pub(super) mod tests {
     use std::os::unix::fs::PermissionsExt as _;
 
     use super::*;
-    use sublet_core::ledger::DefaultLimits;
+    use sublet_core::ledger::{DefaultLimits, fixture};
 
     /// A host where no daemon answers: the control program writes its pid to `asked` and goes on until it is killed.
     pub(in super::super) fn never_answered() -> (tempfile::TempDir, Config) {
@@ -215,6 +220,23 @@ pub(super) mod tests {
         fs::remove_file(&asked).unwrap();
         let last = pids.lines().last().unwrap().parse().unwrap();
         Process::find(last).is_some_and(|asking| asking.is_alive())
+    }
+
+    #[test]
+    fn a_server_that_outlives_its_daemon_is_missed_when_it_ends() {
+        let mut server = std::process::Command::new("sleep").arg("600").spawn().unwrap();
+        let process = Process::find(server.id().try_into().unwrap()).unwrap();
+        let key = DaemonKey("GPU-1".to_owned());
+        let lease = Lease { daemon: Some(key.clone()), ..fixture::lease(1, "GPU-1") };
+        let (device, name) = ("GPU-1".to_owned(), "nvidia-cuda-mps-server".to_owned());
+        let known = Known { device, name, key, clients: BTreeSet::from([lease.id.clone()]) };
+        let ledger = Ledger { leases: vec![lease], ..Ledger::empty("boot") };
+        let mut servers = Servers { known: BTreeMap::from([(process, known)]), ..Servers::default() };
+        assert!(servers.lost(&[], &ledger).is_empty(), "it lives, as nobody's");
+        server.kill().unwrap();
+        server.wait().unwrap();
+        assert_eq!(servers.lost(&[], &ledger).len(), 1);
+        assert!(servers.lost(&[], &ledger).is_empty(), "told once");
     }
 
     #[test]

@@ -7,7 +7,7 @@ use std::os::unix::ffi::OsStrExt as _;
 use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _, OpenOptionsExt as _, PermissionsExt as _};
 use std::path::{Path, PathBuf};
 use std::thread::sleep;
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 
 use nix::errno::Errno;
 use nix::fcntl::{Flock, FlockArg};
@@ -211,19 +211,49 @@ pub struct DaemonLock {
     _file: Flock<File>,
 }
 
+/// How long a lock is waited for that others take one after the other: many containers may start at once.
+struct Patience {
+    /// For one holder.
+    limit: Duration,
+    begun: Instant,
+    /// When the present holder was seen first, and when it took the lock by the file's time.
+    holder: (Instant, Option<SystemTime>),
+}
+
+impl Patience {
+    /// Times `limit`, for all holders together.
+    const HOLDERS: u32 = 4;
+
+    fn new(limit: Duration, begun: Instant) -> Self {
+        Self { limit, begun, holder: (begun, None) }
+    }
+
+    /// Whether it is over `now`, while the lock is held since `taken_at`.
+    fn is_over(&mut self, taken_at: Option<SystemTime>, now: Instant) -> bool {
+        if taken_at != self.holder.1 {
+            self.holder = (now, taken_at);
+        }
+        now >= self.holder.0 + self.limit || now >= self.begun + self.limit * Self::HOLDERS
+    }
+}
+
 impl DaemonLock {
-    /// Waits for the lock of `key`, for at most `limit`. Creates missing directories.
+    /// Waits for the lock of `key`, for at most `limit` for each who holds it meanwhile, and four times as long in all.
+    /// Creates missing directories.
     ///
     /// # Errors
     /// [`MpsError::Busy`] if the lock is not free in time.
     pub fn take(key: &DaemonKey, state_dir: &Path, limit: Duration) -> Result<Self, MpsError> {
-        let deadline = Instant::now() + limit;
+        let path = key.dir(state_dir).join("lock");
+        let mut patience = Patience::new(limit, Instant::now());
         loop {
             if let Some(lock) = Self::try_take(key, state_dir)? {
                 return Ok(lock);
             }
-            if Instant::now() >= deadline {
-                return Err(MpsError::Busy { key: key.to_string(), seconds: limit.as_secs() });
+            let taken_at = fs::metadata(&path).and_then(|lock| lock.modified()).ok();
+            if patience.is_over(taken_at, Instant::now()) {
+                let seconds = patience.begun.elapsed().as_secs();
+                return Err(MpsError::Busy { key: key.to_string(), seconds });
             }
             sleep(Duration::from_millis(5));
         }
@@ -234,8 +264,10 @@ impl DaemonLock {
         make(key, state_dir)?;
         let path = key.dir(state_dir).join("lock");
         // A stop may just have removed the directory of a dedicated daemon. The next round creates it.
-        let file = unless_absent(lock_now(&path, true)).map_err(io_at("lock", &path))?;
-        Ok(file.flatten().map(|file| Self { _file: file }))
+        let file = unless_absent(lock_now(&path, true)).map_err(io_at("lock", &path))?.flatten();
+        // By its time those who wait see that the holder is another one.
+        let _ = file.as_ref().map(|file| file.set_modified(SystemTime::now()));
+        Ok(file.map(|file| Self { _file: file }))
     }
 }
 
@@ -405,6 +437,23 @@ mod lock_tests {
         assert!(begun.elapsed() < Duration::from_secs(2));
         drop(held);
         assert!(DaemonLock::try_take(&key(), dir.path()).unwrap().is_some());
+    }
+
+    #[test]
+    fn who_waits_behind_many_waits_for_each_of_them_and_not_for_ever() {
+        let (limit, begun) = (Duration::from_secs(20), Instant::now());
+        let at = |seconds| begun + Duration::from_secs(seconds);
+        let taken = |seconds| Some(SystemTime::UNIX_EPOCH + Duration::from_secs(seconds));
+        let mut patience = Patience::new(limit, begun);
+        let mut is_over = |since, now| patience.is_over(taken(since), at(now));
+        assert!(!is_over(1, 0) && !is_over(1, 19) && !is_over(18, 19) && !is_over(18, 38) && is_over(18, 39));
+        assert!(!is_over(39, 40) && !is_over(50, 59) && !is_over(70, 78) && is_over(79, 80));
+        let dir = tempfile::tempdir().unwrap();
+        let taken_at = || {
+            let _held = DaemonLock::take(&key(), dir.path(), Duration::ZERO).unwrap();
+            fs::metadata(key().dir(dir.path()).join("lock")).unwrap().modified().unwrap()
+        };
+        assert_ne!(taken_at(), taken_at());
     }
 
     #[test]
