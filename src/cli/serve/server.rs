@@ -68,6 +68,7 @@ const FIRST_CONNECTION: u64 = 3;
 /// # Errors
 /// The socket or the state directory cannot be used, or a system call failed that normally does not.
 pub fn serve(config: &Config) -> anyhow::Result<()> {
+    share_one_heap();
     raise_descriptors();
     // A service that sees other processes than the ledger would be useless.
     Store::open(&config.state_dir)?.is_of_here()?;
@@ -110,6 +111,17 @@ pub fn serve(config: &Config) -> anyhow::Result<()> {
         tracing::warn!("{line}");
     }
     ended.map_err(io::Error::from).context("epoll")
+}
+
+/// One heap for all threads: else each keeps the memory that its largest ledger took, 6 MiB in all with 200 leases
+/// (docs/evidence/2026-11-28-team.md). They allocate too seldom to wait for each other.
+#[allow(unsafe_code, reason = "mallopt(3), for which no library has a safe function")]
+fn share_one_heap() {
+    // SAFETY: it takes two numbers; threads that come later find it set.
+    #[cfg(target_env = "gnu")]
+    unsafe {
+        nix::libc::mallopt(nix::libc::M_ARENA_MAX, 1);
+    }
 }
 
 /// Thousands of connections need as many descriptors. If the limit cannot be raised, fewer clients connect.
