@@ -61,6 +61,7 @@ const HARMLESS: &[&str] = &[
     "stat",
     "statx",
     "uname",
+    "utimensat",
     "wait4",
     "waitid",
 ];
