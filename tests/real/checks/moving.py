@@ -254,7 +254,13 @@ def speed(rows, machine):
     if machine.simulated:
         return rows.skip("by the product and by hand in turns", "the driver is simulated")
     # Large, beside what the checks take.
-    mib = large_mib(machine, 20, 2)
+    times = [in_turns(rows, machine, mib, turns) for mib, turns in ((kept.SMALL_MIB, 7), (large_mib(machine, 20, 2), 3))]
+    if all(times):
+        kept.compare(rows, "move, out and in", times[1], times[0], True)
+
+
+def in_turns(rows, machine, mib, turns):
+    """(MiB, seconds by the product, by hand); `None` where it went wrong."""
     first, second, *more = [device["uuid"] for device in machine.devices()]
     pairs = [first, second, second, first, *(uuid for one in more for uuid in (one, one))]
     ours, theirs = [], []
@@ -267,7 +273,8 @@ def speed(rows, machine):
             if not process.eventually(lambda: "round" in Path(log).read_text(), 60, 0.3):
                 raise Wrong(f"the process by hand does not compute: {Path(log).read_text()[-300:]}")
             with kept.kept(machine, machine.docker, "timed", mib) as one:
-                for to in (1, 0, 1):
+                for turn in range(turns):
+                    to = (turn + 1) % 2
                     ours.append(do("move", "timed", "--gpu", str(to))["seconds"])
                     theirs.append(kept.by_hand(machine, "move", hand.pid, *pairs)["seconds"])
                     check_is_on(machine, one, to)
@@ -276,10 +283,10 @@ def speed(rows, machine):
         finally:
             hand.kill()
             hand.wait()
-        return f"{mib} MiB, three times each", True
+        return f"{mib} MiB, {turns} times each", True
 
-    if rows.ask("by the product and by hand in turns", "on the other GPU with what it had, each time", look, 90):
-        kept.compare(rows, "… move, out and in", mib, ours, theirs, True)
+    done = rows.ask("by the product and by hand in turns", "on the other GPU with what it had, each time", look, 90)
+    return (mib, ours, theirs) if done else None
 
 
 HAND = ["env", "CUDA_VISIBLE_DEVICES=0", "python3", str(WORK / "keep.py")]

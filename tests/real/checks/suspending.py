@@ -528,13 +528,20 @@ def large_mib(machine, percent, count=1):
 def speed(table, group, machine):
     """In turns: by the product, and by tests/gpu/checkpoint.c on the same process. Each begins every other time.
 
-    As many pairs as there is time for, twelve at most: one time takes up to a third more than another.
+    As many pairs as there is time for, twelve of large ones at most: one time takes up to a third more than another.
     """
     kept.group_of(table, group, machine, [beside_by_hand])
 
 
 def beside_by_hand(rows, machine):
-    mib, most = large_mib(machine, 20), 2 if machine.simulated else 12
+    small = in_turns(rows, machine, kept.SMALL_MIB, 2 if machine.simulated else 20)
+    large = in_turns(rows, machine, large_mib(machine, 20), 2 if machine.simulated else 12)
+    for way in large if small and large else ():
+        kept.compare(rows, way, large[way], small[way], not machine.simulated)
+
+
+def in_turns(rows, machine, mib, most):
+    """Up to `most` pairs with one container: for each way (MiB, seconds by the product, by hand); `None` where it went wrong."""
     ours, theirs = ([], []), ([], [])
 
     def by_product():
@@ -559,9 +566,8 @@ def beside_by_hand(rows, machine):
             raise Skip("time")
         return f"{mib} MiB, {len(theirs[0])} times each", True
 
-    if rows.ask("by the product and by hand in turns", "it goes on with what it had, each time", look, 75):
-        for title, product, hand in zip(("out", "back"), ours, theirs):
-            kept.compare(rows, f"… {title}", mib, product, hand, not machine.simulated)
+    done = rows.ask("by the product and by hand in turns", "it goes on with what it had, each time", look, 75)
+    return {way: (mib, *times) for way, *times in zip(("out", "back"), ours, theirs)} if done else None
 
 
 def of_users(rows, machine):
