@@ -286,7 +286,7 @@ mod tests {
         let fake = Fake::new();
         fake.link("/proc/self/ns/mnt", "mnt:[100]");
         let stat = |state: char, memory: u64| {
-            format!("7 (python3) {state} 1 7 7 0 -1 0 0 0 0 0 0 0 0 0 20 0 2 0 42 {memory}\n")
+            format!("7 (python3) {state} 1 7 7 0 -1 0 0 0 0 0 0 0 0 0 20 0 2 0 42 {memory} 0 0 0 0 0 0 0 0\n")
         };
         fake.file("/proc/7/stat", &stat('Z', 0)).file("/proc/7/cgroup", "5:devices:/\n");
         fake.file("/proc/7/task/7/stat", &stat('Z', 0)).file("/proc/7/task/9/stat", &stat('S', 4096));

@@ -137,10 +137,12 @@ impl Process {
         match Stat::of_running_thread(self.pid) {
             // A process that cannot be examined counts as running.
             Err(_) => Condition::Running,
-            Ok(Some(stat)) if self.is_alive_in(&stat) && stat.memory != 0 => match stat.state {
-                'T' | 't' => Condition::Stopped,
-                _ => Condition::Running,
-            },
+            Ok(Some(stat)) if self.is_alive_in(&stat) && stat.memory != 0 && !stat.is_killed => {
+                match stat.state {
+                    'T' | 't' => Condition::Stopped,
+                    _ => Condition::Running,
+                }
+            }
             Ok(_) => Condition::Ending,
         }
     }
@@ -201,8 +203,8 @@ pub(crate) enum Condition {
     Running,
     /// It is stopped, by a signal or by a tracer (proc(5)).
     Stopped,
-    /// It has ended or is being ended. Its memory goes first, and its sockets take connections until its files are closed
-    /// (`do_exit` in the kernel's kernel/exit.c).
+    /// It has ended, is being ended or was killed. Its memory goes first, and its sockets take connections until its last thread
+    /// has run and its files are closed (`do_exit` in the kernel's kernel/exit.c).
     Ending,
 }
 
@@ -264,6 +266,11 @@ pub(crate) fn require_call(call: &str, error: impl Into<io::Error>) -> io::Error
     io::Error::new(io::ErrorKind::Unsupported, why)
 }
 
+/// In field 9: killed by a signal (linux/sched.h). Before that, SIGKILL is among the pending signals of each thread, field 31,
+/// from when the process is killed until the thread runs the next time. Its sockets take connections for as long.
+const PF_SIGNALED: u64 = 0x400;
+const SIGKILL_PENDING: u64 = 1 << 8;
+
 /// A line of `/proc/PID/stat` or `/proc/PID/task/TID/stat` (proc(5)).
 pub(crate) struct Stat {
     /// The process, or the thread TID.
@@ -276,6 +283,8 @@ pub(crate) struct Stat {
     pub parent: i32,
     /// Virtual memory, in bytes (`vsize`); 0 once the thread has given it up.
     memory: u64,
+    /// Whether it was killed. It ends when it runs the next time.
+    is_killed: bool,
     /// Threads that have not been reaped. A first thread that has ended is not reaped before the last one.
     threads: u64,
 }
@@ -286,7 +295,7 @@ impl Stat {
         Self::read(&Path::new("/proc").join(pid.to_string()))
     }
 
-    /// [`Stat::of`], with state and memory of a thread that runs, if the first one has ended.
+    /// [`Stat::of`], with what is said of a thread that runs, if the first one has ended.
     fn of_running_thread(pid: i32) -> io::Result<Option<Self>> {
         let proc = Path::new("/proc").join(pid.to_string());
         let first = match Self::read(&proc)? {
@@ -294,8 +303,8 @@ impl Stat {
             other => return Ok(other),
         };
         let running = running_thread(&proc).and_then(|thread| Self::read(&thread).ok().flatten());
-        let (state, memory) = running.map_or((first.state, first.memory), |stat| (stat.state, stat.memory));
-        Ok(Some(Self { state, memory, ..first }))
+        let Some(Self { state, memory, is_killed, .. }) = running else { return Ok(Some(first)) };
+        Ok(Some(Self { state, memory, is_killed, ..first }))
     }
 
     fn read(proc: &Path) -> io::Result<Option<Self>> {
@@ -314,16 +323,19 @@ impl Stat {
     fn parse(text: &str) -> Option<Self> {
         let (begin, end) = (text.find('(')?, text.rfind(')')?);
         let mut fields = text[end + 1..].split_ascii_whitespace();
+        let (state, parent) = (fields.next()?.chars().next()?, fields.next()?.parse().ok()?);
+        // Behind fields 3 and 4: 9, 20, 22, 23 and 31.
+        let mut behind = |skipped| fields.nth(skipped)?.parse::<u64>().ok();
+        let (flags, threads, start_time) = (behind(4)?, behind(10)?, behind(1)?);
+        let (memory, pending) = (behind(0)?, behind(7)?);
         Some(Self {
+            process: Process { pid: text[..begin].trim_end().parse().ok()?, start_time },
             name: text.get(begin + 1..end)?.to_owned(),
-            state: fields.next()?.chars().next()?,
-            parent: fields.next()?.parse().ok()?,
-            threads: fields.nth(15)?.parse().ok()?,
-            process: Process {
-                pid: text[..begin].trim_end().parse().ok()?,
-                start_time: fields.nth(1)?.parse().ok()?,
-            },
-            memory: fields.next()?.parse().ok()?,
+            state,
+            parent,
+            memory,
+            is_killed: flags & PF_SIGNALED != 0 || pending & SIGKILL_PENDING != 0,
+            threads,
         })
     }
 

@@ -21,6 +21,20 @@ mod process_tests {
     }
 
     #[test]
+    fn a_process_is_ending_from_when_it_is_killed() {
+        let killed = |_| {
+            let mut child = std::process::Command::new("/bin/sleep").arg("60").spawn().unwrap();
+            let process = Process::find(i32::try_from(child.id()).unwrap()).unwrap();
+            child.kill().unwrap();
+            let condition = process.condition();
+            child.wait().unwrap();
+            condition
+        };
+        // It mostly has not run since.
+        assert_eq!((0..50).map(killed).find(|condition| *condition != Condition::Ending), None);
+    }
+
+    #[test]
     fn a_process_lives_until_its_last_thread_has_ended() {
         let mut started = fixture::without_first_thread();
         let process = started.process();
@@ -55,17 +69,24 @@ mod stat_tests {
 
     #[test]
     fn reads_the_fields_behind_a_hostile_command_name() {
-        let text = "7 (a) R 1 (b) S 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 4242 20";
-        let stat = Stat::parse(text).unwrap();
-        assert_eq!((stat.state, stat.parent, stat.threads), ('S', 1, 17));
-        assert_eq!((stat.process, stat.memory), (Process { pid: 7, start_time: 4242 }, 20));
+        let stat = |flags: u64, memory: u64, pending: u64| {
+            let text = format!(
+                "7 (a) R 1 (b) S 1 2 3 4 5 {flags} 7 8 9 10 11 12 13 14 15 16 17 18 4242 {memory} 21 22 23 24 25 26 27 {pending}"
+            );
+            Stat::parse(&text).unwrap()
+        };
+        let sleeps = stat(0x0040_0100, 20, 0x4_0000);
+        assert_eq!((sleeps.state, sleeps.parent, sleeps.threads, sleeps.memory), ('S', 1, 17, 20));
+        assert_eq!((sleeps.process, sleeps.is_killed), (Process { pid: 7, start_time: 4242 }, false));
+        assert!(stat(0x0040_0500, 20, 0).is_killed && stat(0x0040_0100, 20, 0x100).is_killed);
     }
 
     #[test]
     fn a_zombie_has_ended_only_with_its_last_thread() {
         let ended = |state: char, threads: u64| {
             let process = Process { pid: 1, start_time: 1 };
-            Stat { process, name: String::new(), state, parent: 1, memory: 0, threads }.has_ended()
+            Stat { process, name: String::new(), state, parent: 1, memory: 0, is_killed: false, threads }
+                .has_ended()
         };
         assert!(ended('Z', 1) && ended('Z', 0) && ended('X', 1));
         assert!(!ended('Z', 2) && !ended('S', 1));
