@@ -526,7 +526,8 @@ def large_mib(machine, percent, count=1):
 
 
 def speed(table, group, machine):
-    """In turns: by the product, and by tests/gpu/checkpoint.c on the same process. Each begins every other time.
+    """In turns: by the product, and by tests/gpu/checkpoint.c on the same process. Each begins every other time, and each step a
+    moment after the one before it, by either way: nobody's container goes out in the moment in which it has come back.
 
     As many pairs as there is time for, twelve of large ones at most: one time takes up to a third more than another.
     """
@@ -543,14 +544,18 @@ def beside_by_hand(rows, machine):
 def in_turns(rows, machine, mib, most):
     """Up to `most` pairs with one container: for each way (MiB, seconds by the product, by hand); `None` where it went wrong."""
     ours, theirs = ([], []), ([], [])
+    pause = 0 if machine.simulated else 1
+
+    def steps(times, step):
+        for seconds, verb in zip(times, ("suspend", "resume")):
+            time.sleep(pause)
+            seconds.append(step(verb)["seconds"])
 
     def by_product():
-        ours[0].append(do("suspend", "timed")["seconds"])
-        ours[1].append(do("resume", "timed")["seconds"])
+        steps(ours, lambda verb: do(verb, "timed"))
 
     def by_hand(pid):
-        theirs[0].append(kept.by_hand(machine, "suspend", pid)["seconds"])
-        theirs[1].append(kept.by_hand(machine, "resume", pid)["seconds"])
+        steps(theirs, lambda verb: kept.by_hand(machine, verb, pid))
 
     def look():
         longest = 0
