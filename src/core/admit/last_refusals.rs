@@ -11,6 +11,7 @@ use crate::events::{self, Event, Kind};
 use crate::fs::{read_history, read_if_trusted, replace};
 use crate::ledger::{Container, Lease};
 use crate::names::{Names, REFUSED};
+use crate::parse_errors::parse_json;
 use crate::process::epoch_seconds;
 use crate::text::{safe, safe_long};
 
@@ -51,7 +52,7 @@ pub struct RefusalRecord {
 /// The last refusals, oldest first; none if the file cannot be read.
 pub fn refusals(config: &Config) -> Vec<RefusalRecord> {
     let text = read_if_trusted(&path(config), LARGEST).unwrap_or_default();
-    serde_json::from_slice(&text).unwrap_or_default()
+    parse_json(&text).unwrap_or_default()
 }
 
 /// Adds a refusal by this process of a container for `owner`, if one is named, and keeps the container's name. A lost record is

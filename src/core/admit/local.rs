@@ -17,6 +17,7 @@ use crate::ledger::{
 };
 use crate::mps::Lowering;
 use crate::oci::{JsonFile, container_root};
+use crate::parse_errors::parse_json;
 use crate::process::{Process, sublet};
 use crate::{ledger, log, mps, oci};
 
@@ -304,7 +305,7 @@ pub(super) fn may_be_in_use(rootfs: &Path, lease: &Lease, config: &Config) -> bo
 /// The leases whose containers may share the root filesystem or volumes of the container that had `lease`
 /// ([`Lease::is_believed_by`]); `None`: unknown. Users who may not open the store may read the ledger's file.
 fn leases_beside(lease: &Lease, config: &Config) -> Option<Vec<Value>> {
-    let mut ledger: Value = serde_json::from_slice(&ledger::read_text(&config.state_dir)).ok()?;
+    let mut ledger: Value = parse_json(&ledger::read_text(&config.state_dir)).ok()?;
     let Value::Array(mut leases) = ledger["leases"].take() else { return None };
     let uid = u64::from(lease.container.uid);
     leases.retain(|other| other["brokered"] != true || other["container"]["uid"] == uid);

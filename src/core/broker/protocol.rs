@@ -15,6 +15,7 @@ use serde::{Deserialize, Serialize};
 use crate::grant::{Grant, Image};
 use crate::inventory::Inventory;
 use crate::ledger::{LeaseId, Leftover};
+use crate::parse_errors::parse_json;
 use crate::slurm::{self, JobGpu};
 
 /// The version that this build speaks.
@@ -318,11 +319,11 @@ pub fn line<T: Serialize>(content: &T) -> Result<Vec<u8>, ProtocolError> {
 /// # Errors
 /// It is of another version, or is not a valid line.
 pub fn parse<T: for<'de> Deserialize<'de>>(line: &[u8]) -> Result<T, ProtocolError> {
-    let Versioned { v } = serde_json::from_slice(line).map_err(malformed)?;
+    let Versioned { v } = parse_json(line).map_err(malformed)?;
     if v != VERSION {
         return Err(ProtocolError::Version(v));
     }
-    let line: Line<T> = serde_json::from_slice(line).map_err(malformed)?;
+    let line: Line<T> = parse_json(line).map_err(malformed)?;
     Ok(line.content)
 }
 

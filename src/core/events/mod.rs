@@ -16,6 +16,7 @@ use nix::fcntl::{Flock, FlockArg};
 use serde::{Deserialize, Serialize};
 
 use crate::fs::{open_lock, read_if_trusted};
+use crate::parse_errors::parse_json;
 use crate::process::{self, uptime_milliseconds};
 
 /// The longest text of an event, in bytes.
@@ -296,7 +297,7 @@ pub fn read_ring(state_dir: &Path) -> Vec<Event> {
 
 fn events_in(path: &Path) -> Vec<Event> {
     let text = read_if_trusted(path, LARGEST_RING).unwrap_or_default();
-    text.split(|byte| *byte == b'\n').filter_map(|line| serde_json::from_slice(line).ok()).collect()
+    text.split(|byte| *byte == b'\n').filter_map(|line| parse_json(line).ok()).collect()
 }
 
 fn ring_files(state_dir: &Path) -> [PathBuf; 2] {

@@ -30,6 +30,7 @@ use nix::fcntl::{OFlag, OpenHow, ResolveFlag, open, openat2};
 use nix::libc;
 use nix::sys::stat::{Mode, SFlag};
 
+use crate::parse_errors::parse_json;
 use crate::process::inheritance::effective_user;
 use crate::process::{PIECE, Process, kernel_file, once, own_pid, require_call};
 use crate::text::safe_path;
@@ -526,7 +527,7 @@ pub fn read_if_trusted(path: &Path, largest: u64) -> Option<Vec<u8>> {
 /// It exists and cannot be read, so that its content would be lost.
 pub fn read_history<T: serde::de::DeserializeOwned + Default>(path: &Path, largest: u64) -> io::Result<T> {
     let Some(Ok(text)) = read_trusted(path, largest)? else { return Ok(T::default()) };
-    serde_json::from_slice(&text).or_else(|_| put_aside(path).map(|()| T::default()))
+    parse_json(&text).or_else(|_| put_aside(path).map(|()| T::default()))
 }
 
 /// Renames `path` to `<path>.aside`.

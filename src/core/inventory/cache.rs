@@ -22,6 +22,7 @@ use crate::fs::{
     distrust, distrust_file, make_trusted_directory, read_if_trusted, read_trusted, replace, replace_dated,
     under,
 };
+use crate::parse_errors::parse_json;
 use crate::process::{self, kernel_file, uptime_seconds};
 use crate::text::safe;
 
@@ -176,8 +177,8 @@ fn read(path: &Path) -> Result<Inventory, InventoryError> {
         .map_err(|source| InventoryError::Unreadable { path: path.to_owned(), source })?
         .ok_or_else(|| InventoryError::Missing { path: path.to_owned() })?
         .map_err(|why| InventoryError::Untrusted { path: path.to_owned(), why })?;
-    let inventory: Inventory = serde_json::from_slice(&text)
-        .map_err(|error| corrupt(crate::parse_errors::plain(&error.to_string(), None)))?;
+    let inventory: Inventory =
+        parse_json(&text).map_err(|error| corrupt(crate::parse_errors::plain(&error.to_string(), None)))?;
     if inventory.schema != SCHEMA {
         return Err(corrupt(format!("schema {}, not {SCHEMA}", safe(&inventory.schema))));
     }

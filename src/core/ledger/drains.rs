@@ -9,6 +9,7 @@ use serde::{Deserialize, Serialize};
 use super::error::failed;
 use super::{Ledger, LedgerError, Scan, Store};
 use crate::fs::{make_trusted_directory, read_trusted, replace_durably};
+use crate::parse_errors::parse_json;
 use crate::process::epoch_seconds;
 use crate::text::{safe, safe_long, safe_path, timestamp};
 
@@ -137,7 +138,7 @@ fn read_lasting(dir: &Path, all: &[String]) -> io::Result<Vec<Drain>> {
         text => text?,
     };
     let parse = |text: Result<Vec<u8>, String>| {
-        let lasting: Lasting = serde_json::from_slice(&text?).map_err(|error| error.to_string())?;
+        let lasting: Lasting = parse_json(&text?).map_err(|error| error.to_string())?;
         if lasting.schema == SCHEMA { Ok(lasting.drains) } else { Err(format!("schema {}", lasting.schema)) }
     };
     let unreadable = |why: String| {

@@ -13,7 +13,7 @@ use nix::libc::{ELOOP, ENAMETOOLONG, ENOENT, ENOTDIR};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use serde::Deserialize;
 
-use super::runtime_record::{Record, pid_namespace, read_bounded, table};
+use super::runtime_record::{Record, parse, pid_namespace, read_bounded, table};
 use super::{Container, Freed, Init, Lease, LeaseState, Ledger, Leftover, Waiter};
 use crate::log;
 use crate::process::{CGROUP_MOUNT, Process, has_unified_cgroups, kernel_file, pidfd_await_end, unless_gone};
@@ -403,7 +403,7 @@ fn cgroups_path(bundle: &Path) -> io::Result<Option<PathBuf>> {
         cgroups_path: Option<String>,
     }
     let Some(config) = read_bounded(&bundle.join("config.json"))? else { return Ok(None) };
-    let config: Config = serde_json::from_slice(&config)?;
+    let config: Config = parse(&config)?;
     Ok(config.linux.and_then(|linux| parse_cgroups_path(&linux.cgroups_path?)))
 }
 

@@ -17,6 +17,7 @@ use super::runtime_record::{
 use super::{DaemonKey, DaemonState, Lease, LeaseId, Ledger, LedgerError, MpsDaemon};
 use crate::fs::{is_absent, read_trusted, replace};
 use crate::inventory::{Device, GpuProcess, Inventory};
+use crate::parse_errors::parse_json;
 use crate::process::{self, Process};
 use crate::slurm;
 use crate::text::{safe, safe_path};
@@ -63,7 +64,7 @@ pub(super) fn rebuild(
 /// Keeps the settings in a ledger of another version, as far as they can be read.
 pub(super) fn salvage(path: &Path, ledger: &mut Ledger) {
     let content = crate::fs::read_if_trusted(path, LARGEST).unwrap_or_default();
-    let Ok(serde_json::Value::Object(mut old)) = serde_json::from_slice(&content) else { return };
+    let Ok(serde_json::Value::Object(mut old)) = parse_json(&content) else { return };
     let mut list = |name| old.remove(name).unwrap_or_default();
     ledger.drained = serde_json::from_value(list("drained")).unwrap_or_default();
     ledger.drains = serde_json::from_value(list("drains")).unwrap_or_default();
@@ -168,7 +169,7 @@ fn is_explained(process: &GpuProcess, device: &Device, ledger: &Ledger) -> bool 
 pub(super) fn last_inventory(state_dir: &Path, boot_id: &str) -> Result<Option<Inventory>, LedgerError> {
     let file = state_dir.join("inventory.json");
     let trusted = skip_absent(&file, crate::fs::read_trusted(&file, LARGEST))?.flatten().and_then(Result::ok);
-    let inventory: Option<Inventory> = trusted.and_then(|text| serde_json::from_slice(&text).ok());
+    let inventory: Option<Inventory> = trusted.and_then(|text| parse_json(&text).ok());
     Ok(inventory.filter(|inventory| inventory.fingerprint.boot_id.trim() == boot_id))
 }
 
@@ -351,7 +352,7 @@ fn read_live_jobs(state_dir: &Path) -> Result<Vec<Lease>, LedgerError> {
 }
 
 fn parse_copy(text: &[u8]) -> Option<Lease> {
-    let copy: Copy = serde_json::from_slice(text).ok()?;
+    let copy: Copy = parse_json(text).ok()?;
     LeaseId::parse(copy.lease.id.as_str())?;
     (Some(&*copy.boot_id) == process::read_boot_id().ok()).then_some(copy.lease)
 }

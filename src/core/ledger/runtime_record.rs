@@ -15,10 +15,12 @@ use std::{fs, io, thread};
 
 use nix::libc::{ENAMETOOLONG, O_NOFOLLOW, O_NONBLOCK};
 use serde::Deserialize;
+use serde::de::DeserializeOwned;
 
 use super::error::failed;
 use super::{Init, LEASE_ANNOTATION, LEASE_RECORD_ANNOTATION, Ledger, LedgerError};
 use crate::fs::{is_absent, regular_file, unless_absent};
+use crate::parse_errors::parse_json;
 use crate::process::{CGROUP_MOUNT, Process, cgroup_line, cgroup_table, has_unified_cgroups, unless_gone};
 use crate::text::safe_path;
 
@@ -142,8 +144,8 @@ fn cgroup_of(mount: &Path, table: &str, outside: &str) -> Option<(PathBuf, u64)>
     hierarchies.iter().filter_map(own).find_map(there)
 }
 
-pub(super) fn parse<'a, T: Deserialize<'a>>(bytes: &'a [u8]) -> io::Result<T> {
-    serde_json::from_slice(bytes).map_err(io::Error::from)
+pub(super) fn parse<T: DeserializeOwned>(bytes: &[u8]) -> io::Result<T> {
+    parse_json(bytes).map_err(io::Error::from)
 }
 
 pub(super) fn from_runc(state: Runc) -> Record {

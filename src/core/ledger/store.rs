@@ -23,7 +23,7 @@ use super::runtime_record::{LARGEST, Record, read_bounded};
 use super::{Lease, LeaseId, Ledger, LedgerError, SCHEMA};
 use crate::config::Config;
 use crate::fs::{Stamp, Trusted, make_trusted_directory, open_trusted, read_if_trusted, unless_absent};
-use crate::parse_errors::plain;
+use crate::parse_errors::{parse_json, plain};
 use crate::process::{self, own_pid};
 use crate::text::{safe, safe_path};
 
@@ -247,7 +247,7 @@ pub(super) struct Known {
 /// [`LedgerError::Newer`]: it is not rebuilt, because its content may exist nowhere else. [`LedgerError::Corrupt`]: it is
 /// not a ledger.
 pub(super) fn parse_ledger(content: &[u8], path: &Path) -> Result<Ledger, LedgerError> {
-    let parsed: Result<Ledger, _> = serde_json::from_slice(content);
+    let parsed: Result<Ledger, _> = parse_json(content);
     if parsed.as_ref().map_or(true, |ledger| ledger.schema != SCHEMA) {
         if let Some(found) = newer_schema(content) {
             return Err(LedgerError::Newer { path: safe_path(path), found });
@@ -280,7 +280,7 @@ fn newer_schema(content: &[u8]) -> Option<String> {
     struct OfAnyVersion {
         schema: String,
     }
-    let OfAnyVersion { schema } = serde_json::from_slice(content).ok()?;
+    let OfAnyVersion { schema } = parse_json(content).ok()?;
     let (Some((found, number)), Some((ours, our_number))) = (schema.split_once('/'), SCHEMA.split_once('/'))
     else {
         return None;
@@ -454,7 +454,7 @@ impl Mark {
     }
 
     fn parse(content: &[u8], boot_id: &str) -> Option<Self> {
-        serde_json::from_slice(content).ok().filter(|mark: &Self| mark.boot_id == boot_id)
+        parse_json(content).ok().filter(|mark: &Self| mark.boot_id == boot_id)
     }
 
     /// Writes `mark` into the lock file, whose lock this process holds.

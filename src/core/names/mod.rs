@@ -19,6 +19,7 @@ use crate::config_files::{self, Known as Recorded};
 use crate::fs::{read_if_trusted, replace};
 use crate::ledger::{Container, Lease, Ledger, Store, is_remote, is_there, read_text};
 use crate::oci::{JsonFile, container_root, containers_by_name};
+use crate::parse_errors::parse_json;
 use crate::process::{epoch_seconds, is_nested};
 use crate::text::{cut, safe, short_id};
 
@@ -130,7 +131,7 @@ impl Names {
     pub fn now(refused: Option<&Container>, config: &Config) -> Self {
         // Below a rootless engine root's files seem to be nobody's, and no store can be opened.
         let ledger = if is_remote(config) {
-            serde_json::from_slice(&read_text(&config.state_dir)).ok()
+            parse_json(&read_text(&config.state_dir)).ok()
         } else {
             Store::open(&config.state_dir).and_then(|store| store.peek()).ok()
         };
@@ -260,7 +261,7 @@ impl Names {
 
     fn stored(path: &Path) -> Self {
         let text = read_if_trusted(path, LARGEST).unwrap_or_default();
-        let stored = serde_json::from_slice::<Stored>(&text).ok().filter(|stored| stored.schema == SCHEMA);
+        let stored = parse_json::<Stored>(&text).ok().filter(|stored| stored.schema == SCHEMA);
         Self(stored.map(|stored| stored.leases).unwrap_or_default())
     }
 

@@ -26,6 +26,7 @@ use super::{SpecError, annotations};
 use crate::config_files::Known;
 use crate::grant::GrantedNode;
 use crate::inventory::NodeError;
+use crate::parse_errors::parse_json;
 use crate::request::split_container_name;
 use crate::text::{safe, safe_path};
 
@@ -247,7 +248,7 @@ impl<'a> Userdata<'a> {
 /// chosen to look like Podman's.
 fn storage_entries<T: serde::de::DeserializeOwned>(path: &Path) -> Vec<T> {
     let file = crate::fs::read_if_trusted(path, LARGEST_STORAGE_FILE);
-    file.and_then(|file| serde_json::from_slice(&file).ok()).unwrap_or_default()
+    file.and_then(|file| parse_json(&file).ok()).unwrap_or_default()
 }
 
 /// Podman's name of the container of `spec` and `bundle`, if its storage has it.

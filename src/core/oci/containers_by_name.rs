@@ -12,6 +12,7 @@ use serde_json::Value;
 
 use super::{FileError, JsonFile, SpecError, annotations};
 use crate::config_files::{self, ConfigError, Known};
+use crate::parse_errors::parse_json;
 use crate::request::warn_of_labels;
 use crate::text::{is_engine_id, safe, safe_path};
 
@@ -114,8 +115,7 @@ fn read_docker(id: &str, data_root: &Path) -> Result<Option<Known>, MappedError>
         }
         Err(error) => return Err(error.into()),
     };
-    let record: Record =
-        serde_json::from_slice(&file.text).map_err(|fault| MappedError::Docker(path, fault))?;
+    let record: Record = parse_json(&file.text).map_err(|fault| MappedError::Docker(path, fault))?;
     let name = record.name.strip_prefix('/').unwrap_or(&record.name).to_owned();
     let (image, labels) = (record.config.image, record.config.labels.unwrap_or_default());
     let compose = |key: &str| labels.get(&format!("com.docker.compose.{key}"));

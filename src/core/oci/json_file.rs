@@ -169,7 +169,8 @@ fn open(path: &Path) -> io::Result<(PathBuf, File)> {
 /// Parses `text`; the error is one line that is safe to print.
 pub(super) fn parse_lossless(text: &[u8]) -> Result<Value, String> {
     let floats = Cell::new(false);
-    let mut deserializer = serde_json::Deserializer::from_slice(text);
+    let text = std::str::from_utf8(text).map_err(|error| error.to_string())?;
+    let mut deserializer = serde_json::Deserializer::from_str(text);
     let value = Faithful { floats: &floats, fields: true }
         .deserialize(&mut deserializer)
         .and_then(|value| deserializer.end().map(|()| value))
@@ -281,8 +282,7 @@ impl<'de> Visitor<'de> for Faithful<'_> {
 }
 
 /// The first number in `text` that would be written differently after parsing. `text` is valid JSON.
-fn changed_number(text: &[u8]) -> Option<&str> {
-    let text = std::str::from_utf8(text).ok()?;
+fn changed_number(text: &str) -> Option<&str> {
     let is_part = |byte: u8| matches!(byte, b'0'..=b'9' | b'+' | b'-' | b'.' | b'e' | b'E');
     let (mut at, mut in_string) = (0, false);
     while let Some(&byte) = text.as_bytes().get(at) {

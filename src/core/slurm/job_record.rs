@@ -10,6 +10,7 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 use crate::fs::{is_trusted_owner, make_trusted_directory, read_trusted, replace, unless_absent};
+use crate::parse_errors::parse_json;
 use crate::share::{Mode, Percent};
 use crate::text::safe;
 
@@ -124,7 +125,7 @@ impl JobRecord {
             .map_err(|error| unusable(error.to_string()))?
             .ok_or(RecordError::Missing(job))?
             .map_err(unusable)?;
-        let record: Self = serde_json::from_slice(&content).map_err(|error| unusable(error.to_string()))?;
+        let record: Self = parse_json(&content).map_err(|error| unusable(error.to_string()))?;
         if record.schema != SCHEMA {
             let found = record.schema;
             return Err(unusable(format!(

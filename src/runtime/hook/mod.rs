@@ -30,6 +30,7 @@ use sublet_core::ledger::{Binding, Init, LEASE_ANNOTATION, LEASE_RECORD_ANNOTATI
 use sublet_core::log::{self, Level, Log, one_line};
 use sublet_core::names::replace_ids;
 use sublet_core::oci::cdi::{self, Asked};
+use sublet_core::parse_errors::parse_json;
 use sublet_core::process::confine::{self, Rights, Side};
 use sublet_core::process::{Process, sublet};
 use sublet_core::text::{safe, safe_path};
@@ -198,7 +199,7 @@ impl State {
     /// No JSON object with an id and a known status.
     fn parse(text: &[u8]) -> anyhow::Result<Self> {
         ensure!(!text.trim_ascii().is_empty(), "it is empty");
-        let state: Self = serde_json::from_slice(text)
+        let state: Self = parse_json(text)
             .map_err(|error| anyhow!(sublet_core::parse_errors::plain(&error.to_string(), None)))?;
         ensure!(!state.id.is_empty(), "its id is empty");
         Ok(state)
