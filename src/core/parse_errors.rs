@@ -1,18 +1,6 @@
-//! Parses JSON, and says what serde's parsers (TOML and JSON) report in words for people, without names of Rust types.
-
-use serde::de::{DeserializeOwned, Error as _};
+//! The messages of serde's parsers (TOML and JSON) in words for people, without names of Rust types.
 
 use crate::text::safe;
-
-/// `serde_json::from_slice`, which checks each string of the text for UTF-8, and only those that it keeps: for a large ledger
-/// that takes a fifth of the time. Here the whole text is checked at once. The shim, which is small, has only this one of the two
-/// parsers.
-///
-/// # Errors
-/// It is not UTF-8, not JSON, or not a `T`.
-pub fn parse_json<T: DeserializeOwned>(text: &[u8]) -> serde_json::Result<T> {
-    serde_json::from_str(std::str::from_utf8(text).map_err(serde_json::Error::custom)?)
-}
 
 /// `message` on one line. `key` is the key whose value it is about, if that is known.
 pub fn plain(message: &str, key: Option<&str>) -> String {

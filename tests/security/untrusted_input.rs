@@ -142,7 +142,7 @@ fn c2_files_that_no_engine_writes() {
     path[at + 4] = 0xff;
     std::fs::write(&file, &path).expect("config.json");
     let line = bundle.refused_as_written(&["create"]);
-    assert!(line.starts_with("cannot edit $DIR/bundles/bad/config.json: invalid unicode"), "{line}");
+    assert!(line.starts_with("cannot edit $DIR/bundles/bad/config.json: invalid utf-8"), "{line}");
     // 100 MB that ask for a share: sublet cannot edit that, and the container must not start without the share.
     let mut large = whole.clone();
     large.resize(100 << 20, b' ');

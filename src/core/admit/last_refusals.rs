@@ -8,10 +8,9 @@ use serde::{Deserialize, Serialize};
 use super::AdmitError;
 use crate::config::Config;
 use crate::events::{self, Event, Kind};
-use crate::fs::{read_history, read_if_trusted, replace};
+use crate::fs::{parse_json, read_history, read_if_trusted, replace};
 use crate::ledger::{Container, Lease};
 use crate::names::{Names, REFUSED};
-use crate::parse_errors::parse_json;
 use crate::process::epoch_seconds;
 use crate::text::{safe, safe_long};
 

@@ -11,13 +11,13 @@ use serde_json::Value;
 
 use super::AdmitError;
 use crate::config::Config;
+use crate::fs::parse_json;
 use crate::ledger::{
     Binding, Container, DaemonKey, Freed, LEASE_RECORD_ANNOTATION, Lease, LeaseId, Ledger, LedgerError,
     Leftover, Scan, Store,
 };
 use crate::mps::Lowering;
 use crate::oci::{JsonFile, container_root};
-use crate::parse_errors::parse_json;
 use crate::process::{Process, sublet};
 use crate::{ledger, log, mps, oci};
 

@@ -12,10 +12,10 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
+use crate::fs::parse_json;
 use crate::grant::{Grant, Image};
 use crate::inventory::Inventory;
 use crate::ledger::{LeaseId, Leftover};
-use crate::parse_errors::parse_json;
 use crate::slurm::{self, JobGpu};
 
 /// The version that this build speaks.

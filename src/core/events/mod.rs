@@ -15,8 +15,7 @@ use std::{fs, io};
 use nix::fcntl::{Flock, FlockArg};
 use serde::{Deserialize, Serialize};
 
-use crate::fs::{open_lock, read_if_trusted};
-use crate::parse_errors::parse_json;
+use crate::fs::{open_lock, parse_json, read_if_trusted};
 use crate::process::{self, uptime_milliseconds};
 
 /// The longest text of an event, in bytes.

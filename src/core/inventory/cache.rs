@@ -19,10 +19,9 @@ use serde::{Deserialize, Serialize};
 use super::{DriverFile, Fingerprint, Inventory, MpsPrograms, check_node};
 use crate::config::{Config, Inject};
 use crate::fs::{
-    distrust, distrust_file, make_trusted_directory, read_if_trusted, read_trusted, replace, replace_dated,
-    under,
+    distrust, distrust_file, make_trusted_directory, parse_json, read_if_trusted, read_trusted, replace,
+    replace_dated, under,
 };
-use crate::parse_errors::parse_json;
 use crate::process::{self, kernel_file, uptime_seconds};
 use crate::text::safe;
 

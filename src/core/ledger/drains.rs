@@ -8,8 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use super::error::failed;
 use super::{Ledger, LedgerError, Scan, Store};
-use crate::fs::{make_trusted_directory, read_trusted, replace_durably};
-use crate::parse_errors::parse_json;
+use crate::fs::{make_trusted_directory, parse_json, read_trusted, replace_durably};
 use crate::process::epoch_seconds;
 use crate::text::{safe, safe_long, safe_path, timestamp};
 

@@ -15,9 +15,8 @@ use super::runtime_record::{
     FURTHER_ROOTS, LARGEST, Record, further_roots, list_directory, read_bounded, roots, skip_absent,
 };
 use super::{DaemonKey, DaemonState, Lease, LeaseId, Ledger, LedgerError, MpsDaemon};
-use crate::fs::{is_absent, read_trusted, replace};
+use crate::fs::{is_absent, parse_json, read_trusted, replace};
 use crate::inventory::{Device, GpuProcess, Inventory};
-use crate::parse_errors::parse_json;
 use crate::process::{self, Process};
 use crate::slurm;
 use crate::text::{safe, safe_path};

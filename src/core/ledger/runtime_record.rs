@@ -19,8 +19,7 @@ use serde::de::DeserializeOwned;
 
 use super::error::failed;
 use super::{Init, LEASE_ANNOTATION, LEASE_RECORD_ANNOTATION, Ledger, LedgerError};
-use crate::fs::{is_absent, regular_file, unless_absent};
-use crate::parse_errors::parse_json;
+use crate::fs::{is_absent, parse_json, regular_file, unless_absent};
 use crate::process::{CGROUP_MOUNT, Process, cgroup_line, cgroup_table, has_unified_cgroups, unless_gone};
 use crate::text::safe_path;
 

@@ -22,8 +22,10 @@ use super::rebuild::{find_running, find_trace};
 use super::runtime_record::{LARGEST, Record, read_bounded};
 use super::{Lease, LeaseId, Ledger, LedgerError, SCHEMA};
 use crate::config::Config;
-use crate::fs::{Stamp, Trusted, make_trusted_directory, open_trusted, read_if_trusted, unless_absent};
-use crate::parse_errors::{parse_json, plain};
+use crate::fs::{
+    Stamp, Trusted, make_trusted_directory, open_trusted, parse_json, read_if_trusted, unless_absent,
+};
+use crate::parse_errors::plain;
 use crate::process::{self, own_pid};
 use crate::text::{safe, safe_path};
 

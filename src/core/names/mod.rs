@@ -16,10 +16,9 @@ use serde::{Deserialize, Serialize};
 
 use crate::config::Config;
 use crate::config_files::{self, Known as Recorded};
-use crate::fs::{read_if_trusted, replace};
+use crate::fs::{parse_json, read_if_trusted, replace};
 use crate::ledger::{Container, Lease, Ledger, Store, is_remote, is_there, read_text};
 use crate::oci::{JsonFile, container_root, containers_by_name};
-use crate::parse_errors::parse_json;
 use crate::process::{epoch_seconds, is_nested};
 use crate::text::{cut, safe, short_id};
 

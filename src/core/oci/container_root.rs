@@ -24,9 +24,9 @@ use serde_json::Value;
 use super::conflict::{entries, environment_value, is_of_podman, text};
 use super::{SpecError, annotations};
 use crate::config_files::Known;
+use crate::fs::parse_json;
 use crate::grant::GrantedNode;
 use crate::inventory::NodeError;
-use crate::parse_errors::parse_json;
 use crate::request::split_container_name;
 use crate::text::{safe, safe_path};
 

@@ -12,7 +12,7 @@ use serde_json::Value;
 
 use super::{FileError, JsonFile, SpecError, annotations};
 use crate::config_files::{self, ConfigError, Known};
-use crate::parse_errors::parse_json;
+use crate::fs::parse_json;
 use crate::request::warn_of_labels;
 use crate::text::{is_engine_id, safe, safe_path};
 

@@ -134,7 +134,12 @@ impl Process {
 
     /// Whether this same process can serve its clients.
     pub(crate) fn condition(&self) -> Condition {
-        match Stat::of_running_thread(self.pid) {
+        let mut seen = Stat::of_running_thread(self.pid);
+        // The kernel tells its flags before its pending signals: one that takes its SIGKILL in between shows neither, and runs.
+        if matches!(seen, Ok(Some(Stat { state: 'R', .. }))) {
+            seen = Stat::of_running_thread(self.pid);
+        }
+        match seen {
             // A process that cannot be examined counts as running.
             Err(_) => Condition::Running,
             Ok(Some(stat)) if self.is_alive_in(&stat) && stat.memory != 0 && !stat.is_killed => {

@@ -9,8 +9,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use crate::fs::{is_trusted_owner, make_trusted_directory, read_trusted, replace, unless_absent};
-use crate::parse_errors::parse_json;
+use crate::fs::{is_trusted_owner, make_trusted_directory, parse_json, read_trusted, replace, unless_absent};
 use crate::share::{Mode, Percent};
 use crate::text::safe;
 
