@@ -100,7 +100,9 @@ impl Bundle<'_> {
         }
         let mut state: BTreeSet<_> = tree(&self.world.state_dir()).into_keys().collect();
         // The service writes down what is used, whatever is refused meanwhile.
-        state.retain(|path| !RECORDS.contains(&path.as_str()) && path != "lasting" && !path.starts_with("lasting/usage"));
+        state.retain(|path| {
+            !RECORDS.contains(&path.as_str()) && path != "lasting" && !path.starts_with("lasting/usage")
+        });
         let ledger = std::fs::read(self.world.state_dir().join("ledger.json")).unwrap_or_default();
         let ledger: Value = serde_json::from_slice(&ledger).unwrap_or_default();
         Surroundings {
