@@ -81,10 +81,12 @@ impl<'a> Local<'a> {
         let store = self.store()?;
         let (changed, freed) = store.update(change)?;
         self.clean_up(&freed, &store);
+        let healed = mps::heal(&store, self.config);
+        // Not before: what starts a daemon again frees leases, too.
         clear_leftovers(&store);
         self.destroy_unneeded(&store);
         let failed = changed.err().map(|error| error.to_string());
-        Ok(Reconciled { freed, lines: failed.into_iter().chain(mps::heal(&store, self.config)).collect() })
+        Ok(Reconciled { freed, lines: failed.into_iter().chain(healed).collect() })
     }
 
     /// Applies `change` to the ledger, and cleans up after leases whose containers have ended.

@@ -86,7 +86,8 @@ pub fn heal(store: &Store, config: &Config) -> Vec<String> {
             lines.extend(heal_one(daemon, &ledger, store, config));
         }
     }
-    lines.extend(run_errands(&ledger, config));
+    // What starts a daemon again may have found that its last lease has ended meanwhile, and freed it.
+    lines.extend(end_overdue(store, config));
     remove_strays(|| store.read().ok(), config);
     lines
 }
